@@ -18,7 +18,6 @@ from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, Window, WindowTotals
 
 _ALONE = Peers()
-_MOST_RANKS = 3
 WRONG_PLAN: Final = (
     "a rank trains on its own part of a plan, so that rollouts of the other plan would be trained on twice, or never. "
     "Give plan() the same rollouts in the same order, and the same options, on every rank (gather them first: "
@@ -143,8 +142,6 @@ class Exchange:
             answer = message.unpack((pending.vector if work is None else work.wait()).tolist())
             if not answer.peers_agree and self._over is not None:
                 raise self._peers_differ(self._over, message.passes)
-            if not answer.counted_alike and self._over is not None:
-                raise _counted_otherwise(self._over, [one.counts for one in message.passes])
         except RuntimeError as error:
             # gloo ends a collective with a RuntimeError where a rank is gone or the time is up.
             raise self._gone(pending.place, error) from error
@@ -171,13 +168,10 @@ class Exchange:
             if self._over is not None:
                 self.collectives += 1
                 vector = _summed_together(self._over, vector, place, rider)
-            agree, alike, stop, totals = message.unpack(vector.tolist())
+            agree, stop, totals = message.unpack(vector.tolist())
             if not agree and self._over is not None:
                 held = Counts(own.rollouts, own.prompts, own.tokens)
                 raise self._peers_differ(self._over, [Announcement(held)])
-            if not alike and self._over is not None:
-                given = Counts(own.rollouts, own.prompts, own.tokens, usual=own.usual > 0)
-                raise _counted_otherwise(self._over, [given])
         except RuntimeError as error:
             raise self._gone(place, error) from error
         self.stopping = self.stopping or stop
@@ -212,18 +206,6 @@ class Exchange:
             "one of them ended, or runs a different number of passes. Call idle() on ranks without data, or take "
             f"micro-batches from passes(), which does. ({str(error).splitlines()[0]})"
         )
-
-
-def _counted_otherwise(over: HostSum, counts: Sequence[Counts]) -> RankDesyncError:
-    """Return what to raise on every rank where some micro-batches came with their rollouts, and others without."""
-    gathered = over.gathered((dist.get_rank(), any(one.usual and one.active for one in counts), list(counts)))
-    leaving = [f"rank {rank} ({', '.join(map(str, ran))})" for rank, usual, ran in gathered if usual]
-    others = f", and {len(leaving) - _MOST_RANKS} more" if len(leaving) > _MOST_RANKS else ""
-    return RankDesyncError(
-        f"rollouts= was left out by {', '.join(leaving[:_MOST_RANKS])}{others}, and given for other micro-batches: "
-        "what is left out counts as usual (train_micro_batch_size_per_gpu), whatever the micro-batch contains. Give "
-        "rollouts= on every rank, or call idle(loss) where a rank has no micro-batch"
-    )
 
 
 def _summed_together(over: HostSum, vector: torch.Tensor, place: Place, rider: Rider | None) -> torch.Tensor:

@@ -153,7 +153,6 @@ class Answer:
         early: how many ranks may announce passes in the step before them.
         begin: how many ranks begin plans.
         plans_agree: these begin the same ones.
-        counted_alike: of the ranks that are active in a pass, all have said how many rollouts it contains, or none.
         passes: what the announced passes contain over all ranks.
     """
 
@@ -162,19 +161,7 @@ class Answer:
     early: int
     begin: int
     plans_agree: bool
-    counted_alike: bool
     passes: tuple[GatheredPass, ...]
-
-
-def _usual(count: int) -> int:
-    """Return what is added to how many are active where so many of them count as usual."""
-    return _USUAL * count
-
-
-def _counted_alike(number: float) -> bool:
-    """Whether all that are active count as usual, or none."""
-    usual, active = divmod(round(number), _USUAL)
-    return usual in (0, active)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +196,7 @@ class Message:
             numbers += counts.weights or [0] * self.weights
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
         for at, one in enumerate(self.passes):
-            numbers[at * (_FIELDS + self.weights) + _ACTIVE] += _usual(one.counts.active and one.counts.usual)
+            numbers[at * (_FIELDS + self.weights) + _ACTIVE] += _USUAL * (one.counts.active and one.counts.usual)
         # The counts of a shared micro-batch enter the sum once.
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
         begun = [_BEGINS + self.begun, self.begun**2] if self.begun else [0, 0]
@@ -223,8 +210,7 @@ class Message:
         """
         fields = _FIELDS + self.weights
         numbers = sums[_HEAD : _HEAD + fields * len(self.passes)]
-        starts = range(0, len(numbers), fields)
-        passes = [self._gathered(numbers[at : at + fields]) for at in starts]
+        passes = [self._gathered(numbers[at : at + fields]) for at in range(0, len(numbers), fields)]
         begin, plans = divmod(int(sums[1]), _BEGINS)
         return Answer(
             peers_agree=self.peers.size == 1 or sums[-1] == 0,
@@ -232,14 +218,14 @@ class Message:
             early=int(sums[0] // _EARLY),
             begin=begin,
             plans_agree=heads_agree((plans, int(sums[2])), begin),
-            counted_alike=all(_counted_alike(numbers[at + _ACTIVE]) for at in starts),
             passes=tuple(passes),
         )
 
     def _gathered(self, numbers: Sequence[float]) -> GatheredPass:
         rollouts, prompts, tokens, active, out_of_data, stuck = (round(number) for number in numbers[:_FIELDS])
         weights = tuple(numbers[_FIELDS:])
-        totals = PassTotals(rollouts, prompts, tokens, active % _USUAL, weights if any(weights) else ())
+        usual, active = divmod(active, _USUAL)
+        totals = PassTotals(rollouts, prompts, tokens, active, weights if any(weights) else (), usual)
         return GatheredPass(totals, out_of_data, stuck)
 
 
@@ -268,20 +254,20 @@ class WindowMessage:
         numbers: list[float] = [own.micro_batches, own.rollouts, own.prompts, own.tokens, own.weight]
         numbers += own.weights or [0] * self.weights
         checksum = [self.peers.checksum([*numbers, own.passes])] if self.peers.size > 1 else []
-        numbers[0] += _usual(own.usual)
+        numbers[0] += _USUAL * own.usual
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
         return [int(self.stop), *sent, *checksum, own.passes]
 
-    def unpack(self, sums: Sequence[float]) -> tuple[bool, bool, bool, WindowTotals]:
-        """Return whether peers agree, ranks counted alike, one asks to stop, and what all ranks' window contains.
+    def unpack(self, sums: Sequence[float]) -> tuple[bool, bool, WindowTotals]:
+        """Return whether peers agree, whether a rank asks to stop, and what the window contains over all ranks.
 
         Args:
             sums: of what `pack` returned, over all ranks.
         """
         active, rollouts, prompts, tokens = (round(number) for number in sums[1:5])
         weights = tuple(sums[6 : 6 + self.weights])
+        usual, active = divmod(active, _USUAL)
         totals = WindowTotals(
-            round(sums[-1]), active % _USUAL, rollouts, prompts, tokens, sums[5], weights if any(weights) else ()
+            round(sums[-1]), active, rollouts, prompts, tokens, sums[5], weights if any(weights) else (), usual
         )
-        agree = self.peers.size == 1 or sums[6 + self.weights] == 0
-        return agree, _counted_alike(sums[1]), sums[0] > 0, totals
+        return self.peers.size == 1 or sums[6 + self.weights] == 0, sums[0] > 0, totals
