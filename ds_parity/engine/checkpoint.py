@@ -138,7 +138,7 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
     if not options["load_optimizer_states"]:
         _refuse_weights_alone_with_autotp(driver)
     refuse_a_part_of_universal(engine, options)
-    if options["load_module_strict"]:
+    if there and options["load_module_strict"]:
         refuse_doubtful_owners(engine, _stepped(driver))
     driver.adapter.kept.note_use()
     return there

@@ -297,4 +297,4 @@ def test_what_was_converted_with_files_of_more_ranks_is_refused(two_ranks_at_len
         assert said == ["nothing was raised"] * 2
         assert equal
         said, _ = results["3 fp32"]["wrong"]
-        assert all("was made of the files of 4 ranks, and 2 have saved it" in one for one in said), said
+        assert all("has the files of 4 ranks, and 2 have saved it" in one for one in said), said

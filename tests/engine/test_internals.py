@@ -157,7 +157,7 @@ OTHERS = {
     *("target", "values", "view", "whole", "zero_", "zeros", "zeros_like"),
     *("compile", "get_tensor_model_parallel_group", "index", "mesh_device", "search"),
     *("WeakSet", "_everybody", "_stepped", "add", "begin", "discard", "end", "explain", "refuse"),
-    *("_built", "in_use_beside", "isdisjoint", "union", "unlink", "use"),
+    *("_built", "in_use_beside", "isdisjoint", "union", "unlink", "Match", "use"),
     *("append", "clear", "copy_", "data", "device_name", "numel", "proxy", "setdefault", "view_as", "waits"),
     *("__traceback__", "all_reduce", "clamp", "clip_grads_with_norm_", "co_name", "f_code", "pow", "split", "sqrt"),
     *("full", "stack", "sum", "tb_frame", "tb_next"),

@@ -13,7 +13,7 @@ from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
 
-_OF_RANK: Final = re.compile(r"(bf16_)?zero_pp_rank_\d+_(mp_rank_\d+_(model|optim)_states)\.pt")
+_OF_RANK: Final = re.compile(r"((?:bf16_)?zero_pp_rank_)(\d+)_(mp_rank_\d+_(?:model|optim)_states\.pt)")
 
 
 @contextmanager
@@ -50,9 +50,19 @@ def remove_left_over(folder: Path, names: Collection[str]) -> None:
     Raises:
         OSError: one can't be removed.
     """
+    written_by = {_series(match): 0 for name in names if (match := _OF_RANK.fullmatch(name))}
+    for match in filter(None, map(_OF_RANK.fullmatch, names)):
+        written_by[_series(match)] = max(written_by[_series(match)], int(match[2]))
     for file in folder.iterdir():
-        if _OF_RANK.fullmatch(file.name) and file.name not in names:
+        match = _OF_RANK.fullmatch(file.name)
+        # Ranks that hold another part of the model may save under the tag as well, and say nothing here.
+        if match is not None and int(match[2]) > written_by.get(_series(match), int(match[2])):
             file.unlink(missing_ok=True)  # other ranks do the same
+
+
+def _series(match: re.Match[str]) -> tuple[str, str]:
+    """What the names of one kind of file have in common over ranks."""
+    return match[1], match[3]
 
 
 def refuse_left_over(engine: Engine, path: str) -> None:
@@ -66,12 +76,13 @@ def refuse_left_over(engine: Engine, path: str) -> None:
     match = _OF_RANK.fullmatch(file.name)  # the model has a file for each rank on ZeRO 3 alone
     if match is None or saved is None or not engine.load_universal_checkpoint():
         return
-    others = (_OF_RANK.fullmatch(one.name) for one in file.parent.iterdir())
-    there = sum(1 for one in others if one is not None and one[2] == match[2])
+    others = map(_OF_RANK.fullmatch, (one.name for one in file.parent.iterdir()))
+    there = sum(1 for one in others if one is not None and _series(one) == _series(match))
     if there > saved:
         raise CheckpointError(
-            f"the universal checkpoint in {file.parent} was made of the files of {there} ranks, and {saved} have saved "
-            "it: those of an earlier save under its tag were among them, and DeepSpeed's conversion has cut all parts "
-            f"wrongly. Remove zero_pp_rank_{saved}_* and those above from the folder that was converted, and convert "
-            "it again. Loading ends half way, so start a new engine"
+            f"the universal checkpoint in {file.parent} has the files of {there} ranks, and {saved} have saved it. If "
+            "those of an earlier save under its tag were converted with it, DeepSpeed has cut all parts wrongly; if "
+            "they are of an earlier conversion, all is right. Remove zero_pp_rank_* of ranks from "
+            f"{saved} on from the folder that was converted, and convert it again into an empty folder. Loading ends "
+            "half way, so start a new engine"
         )

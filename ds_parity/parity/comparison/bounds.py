@@ -77,6 +77,7 @@ LEAST_NORM = {"fp64": 0.05, "fp32": 0.05, "bf16": 0.0, "fp16": 0.0}
 SURE = 30
 
 _PARTS = re.compile(r"[^a-z]+")
+_BESIDE_KL = frozenset(("with", "without", "plus", "minus", "no"))  # of the name of a loss that has a KL in it or not
 _HUMPS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
@@ -133,7 +134,7 @@ def least_metric(name: str, dtype: str) -> float:
     parts = _PARTS.split(_HUMPS.sub("_", name).lower())
     if "learningrate" in "".join(parts) or not {"lr", "lrs"}.isdisjoint(parts):
         return 0.0
-    of_kl = any(part.startswith("kl") or part.endswith("kl") for part in parts)
+    of_kl = any(part.startswith("kl") or part.endswith("kl") for part in parts) and _BESIDE_KL.isdisjoint(parts)
     return LEAST_LOSS if "loss" in name.lower() and not of_kl else LEAST_METRIC[dtype]
 
 

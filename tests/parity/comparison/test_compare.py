@@ -284,6 +284,7 @@ def test_a_metric_near_0_is_as_exact_as_the_terms_that_cancel_in_it(as_files, tm
     for kl in ("actor/kl_loss", "klLoss", "approx_kl_loss", "kldiv_loss"):
         assert compared(kl, 0.9).equal
         assert fields(compared(kl, 1.1)) == [(1, f"metrics.{kl}")], "a KL is not as exact as a loss"
+    assert compared("loss_with_kl", 0.9 * LEAST_LOSS / LEAST_METRIC["fp32"]).equal
 
 
 @pytest.mark.parametrize(("dtype", "norm", "times"), [("fp32", 0.002, 25), ("fp64", 1e-6, 30), ("bf16", 0.002, 1)])
