@@ -159,3 +159,28 @@ def test_losses_that_are_the_reference_s_but_for_a_little_are_no_moving_average(
 
 def rewritten_losses(trace, losses):
     return Trace(trace.header, tuple(it.model_copy(update={"loss": losses[it.step - 1]}) for it in trace.steps))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_weights_that_prove_nothing_make_no_wrong_log_of_a_kl(recorded):
+    """Updates of half the length have a quarter of the KL, and lie within the bounds of bf16 elsewhere."""
+
+    def side(part):
+        one = run(rates=[part * 1e-3] * STEPS)
+        steps = [
+            it.model_copy(
+                update={
+                    "lr": (1e-3,),
+                    "loss": 0.5 + 1e-4 * part * it.step,
+                    "grad_norm": norm(it.step) + 1e-3 * part * (it.step - 1),
+                    "metrics": {"kl": (part * (it.step - 1)) ** 2},
+                }
+            )
+            for it in one.steps
+        ]
+        trace = Trace(one.header.model_copy(update={"start": None}), tuple(steps))
+        return trace if recorded else bare(trace)
+
+    diagnosis = of("bf16", side(1), side(0.5))
+    assert not diagnosis.causes
+    assert {"weights", "optimizer settings", "logging"} <= set(diagnosis.classes)

@@ -375,11 +375,14 @@ class View:
 
     @property
     def _norms_tell(self) -> bool:
-        """Whether gradient norms agree in every step, and much more closely than losses or metrics."""
+        """Whether gradient norms agree in every step, and much more closely than losses or metrics.
+
+        That weights were recorded adds nothing here: those that tell have told before this is asked.
+        """
         if self.fields & {"lr"} or not self.agrees("grad_norm") or not self.fields & {"loss", "metrics"}:
             return False
         if self.fields & {"metrics"}:
-            return self.agrees("loss")
+            return self.agrees("loss") and self._norms_tell_alone
         most = max(self._effects)
         return most > _FAR and self._norms_apart < _TELLING * most
 
