@@ -184,3 +184,20 @@ def test_weights_that_prove_nothing_make_no_wrong_log_of_a_kl(recorded):
     diagnosis = of("bf16", side(1), side(0.5))
     assert not diagnosis.causes
     assert {"weights", "optimizer settings", "logging"} <= set(diagnosis.classes)
+
+
+@pytest.mark.parametrize(("norms", "open_classes"), [(5e-3, OF_UPDATE), (1e-4, set())])
+def test_a_wide_bound_of_norms_hides_the_update_that_a_loss_shows(norms, open_classes):
+    """A loss near 0 is off by half of itself, and a norm within its bound: by a sixth of as much, or by far less."""
+
+    def side(off):
+        one = run()
+        return bare(
+            one,
+            loss=lambda step, _: -0.03 * step * (1 + (0.5 * off if step > 2 else 0.0)),
+            grad_norm=lambda step, _: norm(step) * (1 + (norms * off if step > 2 else 0.0)),
+        )
+
+    diagnosis = of("bf16", side(0), side(1))
+    assert bool(diagnosis.causes) == (not open_classes)
+    assert set(diagnosis.classes) & OF_UPDATE == open_classes
