@@ -228,6 +228,17 @@ def test_negated_advantages_that_add_up_to_nothing_leave_loss_and_data_open(loss
     assert not {"loss", "data"} & set(found(*pair).classes)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("told", [True, False])
+def test_exchanged_answers_of_pairs_leave_loss_and_data_open(optimizer, told):
+    """The first loss is ln 2 for either order, where the policy is still the reference's, and the norm is the same."""
+    options, ln_2 = OPTIMIZERS[optimizer], 0.6931472
+    pair = [
+        run(**options, told=told, scale=times(by), loss=lambda at, by=by: ln_2 - 0.01 * by * at) for by in (1.0, -1.0)
+    ]
+    assert {"loss", "data", "gradient"} <= set(found(*pair).classes)
+
+
 @pytest.mark.parametrize(
     ("losses", "open_too"), [((-0.1, 0.3), True), ((0.1, -0.3), True), ((0.1, 0.3), True), ((1.1, 0.9), False)]
 )

@@ -15,7 +15,7 @@ from ds_parity.parity.diagnosis.effects import SPLIT
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
 from ds_parity.parity.diagnosis.reporting import exact_factor
-from ds_parity.parity.diagnosis.update_factors import entered, multiple
+from ds_parity.parity.diagnosis.update_factors import entered, may_be_opposite, multiple
 from ds_parity.parity.diagnosis.view import View, near
 
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
@@ -206,7 +206,9 @@ def _of_update(view: View) -> set[str]:
     found = {"clipping", "optimizer settings", "weights"}
     # Where a loss may be another and pass, that it agrees says nothing of it, nor of the data that it is of: negated
     # advantages of groups, which add up to nothing, leave the loss of the right ones.
-    of_gradient = {"gradient"} | ({"loss", "data"} if view.loose or _loss_tells_nothing(view) else set())
+    # So do the exchanged answers of pairs where the policy is still the reference's.
+    says_nothing = view.loose or _loss_tells_nothing(view) or (_losses_follow(view) and may_be_opposite(view, moves))
+    of_gradient = {"gradient"} | ({"loss", "data"} if says_nothing else set())
     if not view.recorded("grad_norm"):
         return found | {"schedule", "loss"} | of_gradient
     turned = a is not None and (multiple(view, moves) is False or moves.turned(view.first))
@@ -214,6 +216,12 @@ def _of_update(view: View) -> set[str]:
         found |= {"schedule"}
     times = None if a is None else entered(view, moves)
     return found if times is not None and times > 0 else found | of_gradient
+
+
+def _losses_follow(view: View) -> bool:
+    """Whether no later loss, or another one than the reference's, is recorded behind the first update that differs."""
+    later = view.pairs[view.first + 1 :]
+    return not later or any(not near(b.loss, a.loss or 0.0, EPS["fp32"]) for a, b in later)
 
 
 def _crept(view: View) -> bool:

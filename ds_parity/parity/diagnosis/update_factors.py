@@ -58,6 +58,20 @@ def entered(view: View, moves: Moves) -> float | None:
     return float("nan") if moves.linear and rest > _ANOTHER else None
 
 
+def may_be_opposite(view: View, moves: Moves) -> bool:
+    """Whether the gradient entered the first update that differs with another sign, or all updates have it.
+
+    So it may have where neither that update is known nor a factor of later ones.
+    """
+    if not moves.known:
+        return False
+    times = entered(view, moves)
+    if times is not None and times < 0:
+        return True
+    factors = factors_of(view, moves, first_known(view, moves))
+    return all(it < 0 for it in factors) if factors else moves.update(view.first) is None
+
+
 def fits(factors: list[float], expected: list[float]) -> bool:
     """Whether updates are off by the expected factors, to a tenth of what these change."""
     return (
