@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison import blocks
-from ds_parity.parity.comparison.bounds import EPS, LEAST_LOSS, LEAST_METRIC, Bound, C, Tier, greatest, has_nan
+from ds_parity.parity.comparison.bounds import (
+    EPS,
+    LEAST_LOSS,
+    LEAST_METRIC,
+    LEAST_REWARD,
+    Bound,
+    C,
+    Tier,
+    greatest,
+    has_nan,
+)
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.comparison.fields import BOUNDED
 from ds_parity.trace import Trace
@@ -285,6 +295,10 @@ def test_a_metric_near_0_is_as_exact_as_the_terms_that_cancel_in_it(as_files, tm
         assert compared(kl, 0.9).equal
         assert fields(compared(kl, 1.1)) == [(1, f"metrics.{kl}")], "a KL is not as exact as a loss"
     assert compared("loss_with_kl", 0.9 * LEAST_LOSS / LEAST_METRIC["fp32"]).equal
+    times = LEAST_REWARD["fp32"] / LEAST_METRIC["fp32"]
+    for reward in ("rewards/margins", "train/rewards/chosen", "eval_rewards/rejected", "dpo/margin"):
+        assert compared(reward, 0.9 * times).equal
+        assert fields(compared(reward, 1.1 * times)) == [(1, f"metrics.{reward}")]
 
 
 @pytest.mark.parametrize(("dtype", "norm", "times"), [("fp32", 0.002, 25), ("fp64", 1e-6, 30), ("bf16", 0.002, 1)])
