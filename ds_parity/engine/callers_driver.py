@@ -289,9 +289,7 @@ class CallersDriver(Driver):
         return ledger.weighting.constant or ledger.promised_total or ledger.last_total
 
     def _first_micro_batches(self) -> WindowTotals:
-        totals = self.exchange.whole_window(self._place(OPENS), self.ledger.window)
-        self.ledger.refuse_mixed(totals.active, totals.usual)
-        return totals
+        return self.exchange.whole_window(self._place(OPENS), self.ledger.window)
 
     def _open(self, first: WindowTotals | None = None) -> None:
         """Say what the open window's losses are divided by, until its own total is known.

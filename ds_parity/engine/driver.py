@@ -190,7 +190,7 @@ class Driver(AmongRanks):
             within = max(0, self.exchange.slots - 1 - self.ledger.window.passes)
             return (*self.queue.take(within), False)
         upcoming = self.upcoming(caller.doing if caller else RUNS)
-        upcoming.announce([UpcomingPass(Announcement(counts))])
+        upcoming.announce([UpcomingPass(Announcement(counts, gives=self.gives))])
         return (*upcoming.take(0), False)
 
     def _counted(

@@ -17,6 +17,7 @@ from ds_parity.engine.arguments import (
     refuse_missing_terms,
 )
 from ds_parity.engine.ranks.upcoming import Upcoming
+from ds_parity.engine.ranks.wire import Gives
 from ds_parity.window import Counts
 
 
@@ -35,6 +36,7 @@ class GivenCounts:
         self.by_loop = False
         self._driver = driver
         self._usual_rollouts = usual_rollouts
+        self._window = self._active = self._usual = 0  # the open one, and its micro-batches of the loop
         self._gave: set[str] = set()
         self._left: Counts | None = None  # of a micro-batch whose passes() was left before its backward
         self._open_queues: list[Upcoming] = []  # of all passes() that are not at their end: one may stand in another
@@ -66,8 +68,17 @@ class GivenCounts:
             if (left := self._left or next(waiting, None)) is not None:
                 refuse_left_behind(left, given, counts)
             self._gave.update(given.keys() - {"weight"})
+        self._note(counts)
         self.forget_left()
         return counts
+
+    def _note(self, counts: Counts) -> None:
+        window = self._driver.ledger.window.index
+        if window != self._window:
+            self._window, self._active, self._usual = window, 0, 0
+        self._active += int(counts.active)
+        self._usual += int(counts.active and counts.usual)
+        self._driver.gives = Gives.of(self._active, self._usual)
 
     def forget_left(self) -> None:
         """Ask nothing more about a micro-batch that was left without its backward."""

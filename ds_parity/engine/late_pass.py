@@ -102,7 +102,7 @@ class LatePass:
             return self._driver.queue
         line = self._driver.upcoming()
         # Also between two ranks: gloo ends a send where the other one receives.
-        line.announce([UpcomingPass(Announcement(counts))]).proceed()
+        line.announce([UpcomingPass(Announcement(counts, gives=self._driver.gives))]).proceed()
         return line
 
     def _count(self, queue: Upcoming) -> Window:

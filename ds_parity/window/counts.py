@@ -138,17 +138,13 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class PassTotals:
-    """What one pass contained over all data-parallel ranks.
-
-    `active` is the number of ranks that were not idle, and `usual` how many of these count as usual (`Counts.usual`).
-    """
+    """What one pass contained over all data-parallel ranks; `active` is the number of ranks that were not idle."""
 
     rollouts: int = 0
     prompts: int = 0
     tokens: int = 0
     active: int = 0
     weights: tuple[float, ...] = ()
-    usual: int = 0
 
     @classmethod
     def of(cls, ranks: list[Counts]) -> PassTotals:
@@ -159,7 +155,6 @@ class PassTotals:
             tokens=sum(counts.tokens for counts in ranks),
             active=sum(counts.active for counts in ranks),
             weights=added(*(counts.weights for counts in ranks)),
-            usual=sum(counts.active and counts.usual for counts in ranks),
         )
 
     def in_units(self, unit: str) -> float:
@@ -191,7 +186,6 @@ class WindowTotals:
         tokens: loss tokens that they contained.
         weight: sum of their weights.
         weights: the same one by one, where micro-batches bring them or terms have them.
-        usual: of the active ones, those that count as usual (`Counts.usual`).
     """
 
     passes: int = 0
@@ -201,7 +195,6 @@ class WindowTotals:
     tokens: int = 0
     weight: float = 0
     weights: tuple[float, ...] = ()
-    usual: int = 0
 
 
 def added(*weights: tuple[float, ...]) -> tuple[float, ...]:

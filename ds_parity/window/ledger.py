@@ -101,12 +101,10 @@ class Ledger:
 
         Raises:
             WindowError: the pass overshoots under `overshoot: error`; the window is closed already, or contains
-                something else than was promised; its totals must be known before its first backward, and are not; or
-                some of its micro-batches came with their rollouts, and others without.
+                something else than was promised; or its totals must be known before its first backward, and are not.
         """
         self._refuse_closed()
         window = self._added(self.window, totals)
-        self.refuse_mixed(window.micro_batches, window.usual)
         if not window.expected and totals.contributes(self.weighting.unit):
             window = self._divided(window, totals, ahead, whole)
         self._refuse_surplus(window)
@@ -118,7 +116,8 @@ class Ledger:
         """Count one micro-batch of this rank, in a window that the caller ends."""
         self._refuse_closed()
         self.passes += 1
-        self.window = self._plus(self.window, counts, ranks=1)
+        usual = self.window.usual + int(counts.active and counts.usual)
+        self.window = replace(self._plus(self.window, counts, ranks=1), usual=usual)
         return self.window
 
     def expect(self, total: float) -> None:
@@ -144,21 +143,14 @@ class Ledger:
         self.window = replace(self.window, expected=0.0, divisors=())
 
     def end_with(self, totals: WindowTotals) -> Window:
-        """Close the window at the caller's word, with what it contains over all ranks.
-
-        Raises:
-            WindowError: some of its micro-batches came with their rollouts, and others without.
-        """
+        """Close the window at the caller's word, with what it contains over all ranks."""
         self._refuse_closed()
-        if not self.drops:
-            self.refuse_mixed(totals.active, totals.usual)
         window = self.window
         ended = replace(
             window,
             passes=totals.passes,
             idle_passes=totals.passes * self.rules.ranks - totals.active,
             micro_batches=totals.active,
-            usual=totals.usual,
             rollouts=totals.rollouts,
             prompts=totals.prompts,
             tokens=totals.tokens,
@@ -278,28 +270,12 @@ class Ledger:
             passes=window.passes + 1,
             idle_passes=window.idle_passes + ranks - held.active,
             micro_batches=window.micro_batches + held.active,
-            usual=window.usual + (held.active and held.usual),
             rollouts=window.rollouts + held.rollouts,
             prompts=window.prompts + held.prompts,
             tokens=window.tokens + held.tokens,
             weight=window.weight + self.weighting.of(held),
             weights=added(window.weights, held.weights),
         )
-
-    def refuse_mixed(self, micro_batches: int, usual: int) -> None:
-        """Raise WindowError where some micro-batches of the open window came with their rollouts, and others without.
-
-        Args:
-            micro_batches: over all ranks (>= 0).
-            usual: those of them that count as usual, because nobody gave a number.
-        """
-        if 0 < usual < micro_batches:
-            raise WindowError(
-                f"rollouts= was left out for {usual} of {micro_batches} micro-batches of all ranks in window "
-                f"{self.window.index}, and given for the others: what is left out counts as usual "
-                "(train_micro_batch_size_per_gpu), whatever the micro-batch contains. Give rollouts= in every "
-                "backward() of every rank, or call idle(loss) where a rank has no micro-batch"
-            )
 
     def _refuse_closed(self) -> None:
         if self.window.closed:

@@ -19,7 +19,7 @@ class Window:
         idle_passes: idle (rank, pass) pairs among them.
         micro_batches: the others, over all ranks: what `gradient_accumulation_passes` is a number of, whereas `passes`
             are what one rank runs. 32 passes on 2 ranks are 64 micro-batches, where no pass is idle.
-        usual: those of them that count as usual (`Counts.usual`): all, or none, once all ranks' are counted.
+        usual: this rank's that count as usual (`Counts.usual`), in a window that its caller ends.
         rollouts: finished in them.
         prompts: finished in them.
         tokens: loss tokens that they contained.

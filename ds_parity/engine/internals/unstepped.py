@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import Any, Final
 
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -67,9 +68,8 @@ def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bo
     """
     named = of_none(engine, stepped)
     theirs = _of_others(engine, stepped)
-    frozen = list(
-        {id(one): one for one in theirs.values() if not one.requires_grad}.values()
-    )  # just now, as where two engines take turns
+    # Just now, as where two engines take turns; a tied one has several names.
+    frozen = {id(one): one for one in theirs.values() if not one.requires_grad}.values()
 
     def finding(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -130,15 +130,17 @@ def lacks(names: list[str]) -> str:
     )
 
 
-def _with_own(theirs: Mapping[str, Parameter], given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_own(theirs: Mapping[str, Parameter], given: dict[str, Any]) -> dict[str, Any]:
     """What is loaded of a model, with what it has already in place of the whole weights that are given of these.
 
     Without the optimizer's states DeepSpeed loads whole weights, and writes all of a model's. All ranks come here.
     """
     parts = _in_parts(theirs, given)
     whole = {name: one for name, one in theirs.items() if name not in parts}
+    loaded = copy(given)  # with the attributes that torch gives a state dict (`_metadata`)
     with GatheredParameters(list(whole.values())):
-        return {**given, **{name: one.detach().to("cpu", copy=True) for name, one in whole.items()}}
+        loaded.update({name: one.detach().to("cpu", copy=True) for name, one in whole.items()})
+    return loaded
 
 
 def _in_parts(named: Mapping[str, Parameter], given: Mapping[str, Any]) -> list[str]:

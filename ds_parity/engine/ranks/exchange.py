@@ -13,11 +13,21 @@ import torch.distributed as dist
 
 from ds_parity.engine.ranks.agreement import in_short
 from ds_parity.engine.ranks.hostsum import ROOM, HostSum, Rider, Sum
-from ds_parity.engine.ranks.wire import MOST_PLANS, Announcement, GatheredPass, Message, Peers, Place, WindowMessage
+from ds_parity.engine.ranks.wire import (
+    MOST_PLANS,
+    Announcement,
+    GatheredPass,
+    Gives,
+    Message,
+    Peers,
+    Place,
+    WindowMessage,
+)
 from ds_parity.errors import RankDesyncError
 from ds_parity.window import Counts, Window, WindowTotals
 
 _ALONE = Peers()
+_MOST_RANKS = 3
 WRONG_PLAN: Final = (
     "a rank trains on its own part of a plan, so that rollouts of the other plan would be trained on twice, or never. "
     "Give plan() the same rollouts in the same order, and the same options, on every rank (gather them first: "
@@ -142,6 +152,8 @@ class Exchange:
             answer = message.unpack((pending.vector if work is None else work.wait()).tolist())
             if not answer.peers_agree and self._over is not None:
                 raise self._peers_differ(self._over, message.passes)
+            if not answer.counted_alike and self._over is not None:
+                raise _counted_otherwise(self._over, [one.gives for one in message.passes])
         except RuntimeError as error:
             # gloo ends a collective with a RuntimeError where a rank is gone or the time is up.
             raise self._gone(pending.place, error) from error
@@ -168,10 +180,12 @@ class Exchange:
             if self._over is not None:
                 self.collectives += 1
                 vector = _summed_together(self._over, vector, place, rider)
-            agree, stop, totals = message.unpack(vector.tolist())
+            agree, alike, stop, totals = message.unpack(vector.tolist())
             if not agree and self._over is not None:
                 held = Counts(own.rollouts, own.prompts, own.tokens)
                 raise self._peers_differ(self._over, [Announcement(held)])
+            if not alike and self._over is not None:
+                raise _counted_otherwise(self._over, [Gives.of(own.micro_batches, own.usual)])
         except RuntimeError as error:
             raise self._gone(place, error) from error
         self.stopping = self.stopping or stop
@@ -206,6 +220,18 @@ class Exchange:
             "one of them ended, or runs a different number of passes. Call idle() on ranks without data, or take "
             f"micro-batches from passes(), which does. ({str(error).splitlines()[0]})"
         )
+
+
+def _counted_otherwise(over: HostSum, own: Sequence[Gives]) -> RankDesyncError:
+    """Return what to raise on every rank where one gives the rollouts of its micro-batches, and another never does."""
+    gathered = over.gathered((dist.get_rank(), Gives.NEVER in own))
+    leaving = [str(rank) for rank, never in gathered if never]
+    others = f", and {len(leaving) - _MOST_RANKS} more" if len(leaving) > _MOST_RANKS else ""
+    return RankDesyncError(
+        f"rollouts= is left out on rank {', '.join(leaving[:_MOST_RANKS])}{others}, and given on others, in one "
+        "window: what is left out counts as usual (train_micro_batch_size_per_gpu), whatever the micro-batch contains. "
+        "Give rollouts= on every rank, or call idle(loss) where a rank has no micro-batch"
+    )
 
 
 def _summed_together(over: HostSum, vector: torch.Tensor, place: Place, rider: Rider | None) -> torch.Tensor:

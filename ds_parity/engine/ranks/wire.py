@@ -9,7 +9,8 @@ Where callers end windows, one sum a window holds what each rank has run in it (
 In an exchange of counts one number follows for how many ranks ask to stop and how many may say early what they run,
 two for how many ranks begin plans and which these are (a number and its square, by which they are compared as places
 are, but for a chance of 2^-18), and six for each pass (and one for each weight that a micro-batch brings): int64, or
-float64 with weights, and no more of them for more ranks.
+float64 with weights, and no more of them for more ranks. How many ranks give their rollouts, and how many don't, shares
+two of the six.
 
 Ranks that share a micro-batch (sequence parallelism) have the same counts, which one of them sends. Each adds a
 checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the others, add up to 0 where all n agree.
@@ -20,13 +21,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final
 
 from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
 _HEAD = 3  # how many ranks ask to stop, and how many may be early; how many begin plans, and which
 _FIELDS = 6  # of a pass
-_ACTIVE = 3  # where among them it says whether it is
 # Two counts share a number: each is below 2**21, so that the sum is exact in float64 too.
 _EARLY = 1 << 32
 _BEGINS = 1 << 32
@@ -113,6 +114,21 @@ def heads_agree(heads: Sequence[int], ranks: int) -> bool:
     return ranks * squares == fingerprints**2
 
 
+class Gives(Enum):
+    """Whether a rank's loop gives the rollouts of its micro-batches: it has no active one, or has done both, EITHER."""
+
+    EITHER = 0
+    ALWAYS = 1
+    NEVER = 2
+
+    @classmethod
+    def of(cls, active: int, usual: int) -> Gives:
+        """Return it of how many micro-batches were active, and for how many of these it left them out."""
+        if not active or 0 < usual < active:
+            return cls.EITHER
+        return cls.NEVER if usual else cls.ALWAYS
+
+
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """One pass as one rank announces it.
@@ -121,11 +137,13 @@ class Announcement:
         counts: what its micro-batch contains.
         out_of_data: the rank has no micro-batch for it: its stream has ended.
         stuck: it has nothing to run in it: neither a micro-batch with inputs nor an earlier one.
+        gives: how the rank's loop has counted its micro-batches in the window, this one included.
     """
 
     counts: Counts = field(default_factory=Counts)
     out_of_data: bool = False
     stuck: bool = False
+    gives: Gives = Gives.EITHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +171,7 @@ class Answer:
         early: how many ranks may announce passes in the step before them.
         begin: how many ranks begin plans.
         plans_agree: these begin the same ones.
+        counted_alike: no rank gives its rollouts while another leaves them out.
         passes: what the announced passes contain over all ranks.
     """
 
@@ -161,6 +180,7 @@ class Answer:
     early: int
     begin: int
     plans_agree: bool
+    counted_alike: bool
     passes: tuple[GatheredPass, ...]
 
 
@@ -196,7 +216,9 @@ class Message:
             numbers += counts.weights or [0] * self.weights
         checksum = [self.peers.checksum(numbers)] if self.peers.size > 1 else []
         for at, one in enumerate(self.passes):
-            numbers[at * (_FIELDS + self.weights) + _ACTIVE] += _USUAL * (one.counts.active and one.counts.usual)
+            end = (at + 1) * (_FIELDS + self.weights) - self.weights
+            numbers[end - 2] += _USUAL * (one.gives is Gives.ALWAYS)
+            numbers[end - 1] += _USUAL * (one.gives is Gives.NEVER)
         # The counts of a shared micro-batch enter the sum once.
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
         begun = [_BEGINS + self.begun, self.begun**2] if self.begun else [0, 0]
@@ -210,7 +232,9 @@ class Message:
         """
         fields = _FIELDS + self.weights
         numbers = sums[_HEAD : _HEAD + fields * len(self.passes)]
-        passes = [self._gathered(numbers[at : at + fields]) for at in range(0, len(numbers), fields)]
+        starts = range(0, len(numbers), fields)
+        passes = [self._gathered(numbers[at : at + fields]) for at in starts]
+        mixed = any(min(numbers[at + _FIELDS - 2 : at + _FIELDS]) >= _USUAL for at in starts)
         begin, plans = divmod(int(sums[1]), _BEGINS)
         return Answer(
             peers_agree=self.peers.size == 1 or sums[-1] == 0,
@@ -218,15 +242,15 @@ class Message:
             early=int(sums[0] // _EARLY),
             begin=begin,
             plans_agree=heads_agree((plans, int(sums[2])), begin),
+            counted_alike=not mixed,
             passes=tuple(passes),
         )
 
     def _gathered(self, numbers: Sequence[float]) -> GatheredPass:
         rollouts, prompts, tokens, active, out_of_data, stuck = (round(number) for number in numbers[:_FIELDS])
         weights = tuple(numbers[_FIELDS:])
-        usual, active = divmod(active, _USUAL)
-        totals = PassTotals(rollouts, prompts, tokens, active, weights if any(weights) else (), usual)
-        return GatheredPass(totals, out_of_data, stuck)
+        totals = PassTotals(rollouts, prompts, tokens, active, weights if any(weights) else ())
+        return GatheredPass(totals, out_of_data % _USUAL, stuck % _USUAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,20 +278,21 @@ class WindowMessage:
         numbers: list[float] = [own.micro_batches, own.rollouts, own.prompts, own.tokens, own.weight]
         numbers += own.weights or [0] * self.weights
         checksum = [self.peers.checksum([*numbers, own.passes])] if self.peers.size > 1 else []
-        numbers[0] += _USUAL * own.usual
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
-        return [int(self.stop), *sent, *checksum, own.passes]
+        gives = Gives.EITHER if self.peers.own else Gives.of(own.micro_batches, own.usual)
+        sent[0] += _USUAL * (gives is Gives.NEVER)
+        return [int(self.stop) + _USUAL * (gives is Gives.ALWAYS), *sent, *checksum, own.passes]
 
-    def unpack(self, sums: Sequence[float]) -> tuple[bool, bool, WindowTotals]:
-        """Return whether peers agree, whether a rank asks to stop, and what the window contains over all ranks.
+    def unpack(self, sums: Sequence[float]) -> tuple[bool, bool, bool, WindowTotals]:
+        """Return whether peers agree, ranks counted alike, one asks to stop, and what all ranks' window contains.
 
         Args:
             sums: of what `pack` returned, over all ranks.
         """
         active, rollouts, prompts, tokens = (round(number) for number in sums[1:5])
         weights = tuple(sums[6 : 6 + self.weights])
-        usual, active = divmod(active, _USUAL)
         totals = WindowTotals(
-            round(sums[-1]), active, rollouts, prompts, tokens, sums[5], weights if any(weights) else (), usual
+            round(sums[-1]), active % _USUAL, rollouts, prompts, tokens, sums[5], weights if any(weights) else ()
         )
-        return self.peers.size == 1 or sums[6 + self.weights] == 0, sums[0] > 0, totals
+        agree = self.peers.size == 1 or sums[6 + self.weights] == 0
+        return agree, min(sums[:2]) < _USUAL, sums[0] % _USUAL > 0, totals
