@@ -28,12 +28,11 @@ from ds_parity.engine.internals.checkpoints import (
 )
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
-from ds_parity.engine.internals.left_over import refuse_left_over
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
-from ds_parity.engine.internals.universal import load_untrained
+from ds_parity.engine.internals.universal import load_untrained, refuse_left_over
 from ds_parity.engine.internals.unstepped import (
     loaded_as_frozen,
     refuse_doubtful_owners,

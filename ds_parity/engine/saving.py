@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.checkpoints import going_on
 from ds_parity.engine.internals.identity import marked
-from ds_parity.engine.internals.left_over import remove_left_over, written
+from ds_parity.engine.internals.left_over import remove_left_over
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.writers import Writer
@@ -140,10 +140,11 @@ def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any], gather: Ga
     # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
     by_deepspeed = saving.names_latest and adapter.writes_latest_itself
     identity = state[KEY][IDENTITY]
-    with going_on(adapter.engine) as errors, marked(adapter.engine, identity), written(adapter.engine) as names:
+    with going_on(adapter.engine) as errors, marked(adapter.engine, identity) as names:
         saved = adapter.engine.save_checkpoint(saving.save_dir, saving.tag, state, by_deepspeed, saving.without_frozen)
-    by_all = _refuse_a_part(saving, "its files", errors, gather, names)
-    _remove_left_over(saving, by_all)
+    everywhere = gather((_said(errors), sorted(names)))
+    _refuse_a_part(saving, "its files", errors, [said for said, _ in everywhere])
+    _remove_left_over(saving, {name for _, there in everywhere for name in there})
     if saving.names_latest and not by_deepspeed:
         name_latest(saving, gather)
     return saved
@@ -163,21 +164,18 @@ def _remove_left_over(saving: Saving, names: Collection[str]) -> None:
         )
 
 
-def _refuse_a_part(
-    saving: Saving, what: str, errors: Sequence[Exception], gather: Gather, names: Collection[str] = ()
-) -> set[str]:
-    """Raise where a rank could not write; return the names of the files that all ranks have written."""
-    gathered = gather((in_short(errors[0]) if errors else None, sorted(names)))
-    failed = [
-        f"rank {rank} could not write {what} ({said})" for rank, (said, _) in enumerate(gathered) if said is not None
-    ]
+def _said(errors: Sequence[Exception]) -> str | None:
+    return in_short(errors[0]) if errors else None
+
+
+def _refuse_a_part(saving: Saving, what: str, errors: Sequence[Exception], gathered: Sequence[str | None]) -> None:
+    failed = [f"rank {rank} could not write {what} ({said})" for rank, said in enumerate(gathered) if said is not None]
     if failed:
         raise CheckpointError(
             f"save_checkpoint({saving.save_dir!r}, tag={saving.tag!r}): {'; '.join(failed[:3])}. The checkpoint is not "
             "whole, and the file latest names what it named before. Mend what that says (a full disk, a folder that "
             "can't be written, a client state that can't be pickled), and save again; the engine is as it was"
         ) from (errors[0] if errors else None)
-    return {name for _, written_there in gathered for name in written_there}
 
 
 def name_latest(saving: Saving, gather: Gather) -> None:
@@ -205,4 +203,4 @@ def name_latest(saving: Saving, gather: Gather) -> None:
             beside.replace(latest)
         except Exception as error:
             errors.append(error)
-    _refuse_a_part(saving, "the file latest", errors, gather)
+    _refuse_a_part(saving, "the file latest", errors, gather(_said(errors)))

@@ -14,14 +14,14 @@ def test_a_tag_without_letters_in_the_locale_is_told_to_the_ranks(tmp_path, monk
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     (tmp_path / "latest").write_text("before")
     with pytest.raises(CheckpointError, match=r"rank 0 could not write the file latest \(UnicodeEncodeError"):
-        name_latest(saving(tmp_path, "\udcff"), lambda value: [value, (None, [])])
+        name_latest(saving(tmp_path, "\udcff"), lambda value: [value, None])
     assert (tmp_path / "latest").read_text() == "before"
 
 
 def test_what_the_error_tells_to_mend_names_the_client_state(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     with pytest.raises(CheckpointError, match="a client state that can't be pickled"):
-        name_latest(saving(), lambda _: [("PicklingError: a lambda", [])])
+        name_latest(saving(), lambda _: ["PicklingError: a lambda"])
 
 
 @pytest.mark.parametrize("tag", ["", " "])

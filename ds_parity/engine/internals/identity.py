@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -33,7 +33,8 @@ class Files:
     renamed: dict[str, str] = field(default_factory=dict)
 
 
-def marked(engine: Any, identity: str) -> AbstractContextManager[None]:
+@contextmanager
+def marked(engine: Any, identity: str) -> Iterator[set[str]]:
     """Return a context in which the files that DeepSpeed writes have the identity of their save, and their own names.
 
     A save that is killed leaves files of an earlier save of the same tag, and a folder that was copied may have some of
@@ -45,19 +46,25 @@ def marked(engine: Any, identity: str) -> AbstractContextManager[None]:
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
         identity: of the save, the same on every rank.
+
+    Returns:
+        The context, and the names of the files that this rank writes inside.
     """
+    names: set[str] = set()
     # DeepSpeed writes `ds_config=self.config` (runtime/engine.py, _save_checkpoint and _save_zero_checkpoint, 0.19.8),
     # and reads nothing of it back but `use_data_before_expert_parallelism`.
-    if not isinstance(getattr(engine, "config", None), dict):
-        return nullcontext()
+    marks = isinstance(getattr(engine, "config", None), dict)
 
     def marking(save: Callable[..., Any]) -> Callable[..., Any]:
         def saved(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-            return save(_with_mark(state_dict, Path(path).name, identity), path, *args, **kwargs)
+            name = Path(path).name
+            names.add(name)
+            return save(_with_mark(state_dict, name, identity) if marks else state_dict, path, *args, **kwargs)
 
         return saved
 
-    return wrapped(engine.checkpoint_engine, "save", marking)
+    with wrapped(engine.checkpoint_engine, "save", marking):
+        yield names
 
 
 def _with_mark(state_dict: Any, name: str, identity: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
+from ds_parity.engine.internals.checkpoints import saved_in_parts
 from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.engine.internals.unstepped import has_elements, lacks, of_none
@@ -96,6 +97,26 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
         engine.module.load_state_dict(held, strict=False)
 
 
+def refuse_left_over(engine: Engine, path: str) -> None:
+    """Raise CheckpointError where a universal checkpoint has the model's files of more ranks than have saved it.
+
+    Args:
+        engine: that has loaded it.
+        path: of the model's file, as DeepSpeed's load returns it.
+    """
+    file, saved = Path(path), saved_in_parts(engine)
+    of_rank = _OF_RANK.fullmatch(file.name)  # the model has a file for each rank on ZeRO 3 alone
+    there = 0 if of_rank is None else len(_of_all_ranks(file, of_rank[2]))
+    if saved is not None and there > saved:
+        raise CheckpointError(
+            f"the universal checkpoint in {file.parent} has the files of {there} ranks, and {saved} have saved it. If "
+            "those of an earlier save under its tag were converted with it, DeepSpeed has cut all parts wrongly; if "
+            "they are of an earlier conversion, all is right. Remove zero_pp_rank_* of ranks from "
+            f"{saved} on from the folder that was converted, and convert it again into an empty folder. Loading ends "
+            "half way, so start a new engine"
+        )
+
+
 def _held(wanted: Iterable[str], there: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
     """What a checkpoint has of the names that are wanted; of a tied parameter ZeRO 3 saves one of its names."""
     by_parameter = {id(parameters[name]): value for name, value in there.items() if name in parameters}
@@ -131,7 +152,7 @@ def _saved(path: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in buffers or name.endswith(_EXTRA)} | frozen
 
 
-def _of_all_ranks(file: Path, ending: str) -> Iterable[Path]:
+def _of_all_ranks(file: Path, ending: str) -> list[Path]:
     found = [(match, one) for one in file.parent.iterdir() if (match := _OF_RANK.fullmatch(one.name))]
     return [one for _, one in sorted((int(match[1]), one) for match, one in found if match[2] == ending)]
 
