@@ -1,6 +1,7 @@
 """Ranks that step together, and those among them that share a micro-batch and count it once.
 
-They share it by sequence parallelism, where each has a slice of it, or by AutoTP, where each has a part of the model.
+They share it by sequence parallelism, where each has a slice of it, or where each has a part of the model, by AutoTP or
+an mpu of the caller's.
 
 What is said of DeepSpeed here was read and measured in 0.19.8, on 4 ranks in groups of 2; tests/distributed/
 test_sequence.py measures it again. `ds_process_group` is what zero.Init leaves on a ZeRO 3 parameter.
@@ -16,9 +17,10 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from ds_parity.engine.internals.model_parts import parts_of, refuse_unproven
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.internals.tensor_groups import peers_of
-from ds_parity.engine.ranks.hostgroups import group_of_same
+from ds_parity.engine.ranks.hostgroups import group_joining, group_of_same
 from ds_parity.engine.ranks.wire import Peers
 from ds_parity.errors import ConfigError
 
@@ -33,8 +35,8 @@ class Members:
         peers: this rank among those that share its micro-batch.
         data_group: process group of those that read different micro-batches, one of each peers: this rank is in it
             what `micro_batches` calls its data-parallel rank.
-        summed: how many of the peers' gradients DeepSpeed adds up: all with sequence parallelism, and of AutoTP's,
-            whose ranks have gradients of other parameters, each its own (1).
+        summed: how many of the peers' gradients DeepSpeed adds up: all with sequence parallelism, and of those that
+            have parts of the model, and so gradients of other parameters, each its own (1).
     """
 
     group: Any
@@ -91,13 +93,28 @@ def members_of(engine: Engine, size: int) -> Members:
         )
     # Without sequence parallelism DeepSpeed leaves the other two groups unset.
     if size == 1:
-        group = engine.data_parallel_group
-        return Members(group, dist.get_world_size(group), Peers(), group)
+        return _by_data(engine)
     group, peers = engine.seq_data_parallel_group, dist.get_process_group_ranks(engine.seq_parallel_group)
     _refuse_wrong_sums(engine, set(peers))
     number, ranks = dist.get_rank(engine.seq_parallel_group), dist.get_world_size(group) // size
     data_group = _data_group(engine, group, number, ranks)
     return Members(group, ranks, Peers(size, number, peers[0]), data_group, size)
+
+
+def _by_data(engine: Engine) -> Members:
+    group, parts = engine.data_parallel_group, parts_of(engine.mpu)
+    ranks = dist.get_world_size(group)
+    if len(parts) == 1:
+        return Members(group, ranks, Peers(), group)
+    refuse_unproven(engine, len(parts))
+    together = group_joining(parts, group)
+    if dist.get_world_size(together) != ranks * len(parts):
+        raise ConfigError(
+            f"the mpu divides the model over ranks {parts}, whose data-parallel groups have "
+            f"{dist.get_world_size(together)} ranks together, not {ranks} * {len(parts)}: each rank that has a part "
+            "must be in a data-parallel group of its own, all of one size; mend the groups of the mpu"
+        )
+    return Members(together, ranks, Peers(len(parts), parts.index(dist.get_rank()), parts[0]), group)
 
 
 def _data_group(engine: Engine, group: Any, number: int, ranks: int) -> Any:

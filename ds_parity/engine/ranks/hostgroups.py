@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -66,6 +66,19 @@ def group_of_same(what: tuple[Any, ...]) -> Any:
             _OF_SAME[key] = dist.new_group(list(key[1]))
         own = _OF_SAME[key] if its == what else own
     return own
+
+
+def group_joining(peers: Sequence[int], members_of: Any) -> Any:
+    """Return a process group of all ranks in the groups of all peers; all ranks of the job call, alike.
+
+    Args:
+        peers: ranks, this one among them; alike on each of them.
+        members_of: a process group of this rank, one of several that divide the ranks up.
+    """
+    own = tuple(dist.get_process_group_ranks(members_of))
+    gathered = HostSum(everybody()).gather(own, Place("joins the groups of ranks that share a micro-batch"))
+    joined = tuple(sorted({rank for peer in peers for rank in gathered[peer]}))
+    return dist.group.WORLD if len(joined) == dist.get_world_size() else group_of_same(("joined", *joined))
 
 
 def _made(members: tuple[int, ...]) -> Any:

@@ -1,0 +1,71 @@
+"""Ranks that hold parts of one model by an mpu of the caller's, as Megatron's: they share each micro-batch.
+
+Their gradients are of other parameters, each its own, as with AutoTP. DeepSpeed sums them over the data-parallel ranks
+of the mpu, and norms over its model-parallel ones. What is said of it here was read and measured in 0.19.8, on 2 and 4
+ranks; tests/distributed/test_model_parts.py measures it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_group
+
+from ds_parity.engine.internals.surface import Engine
+from ds_parity.errors import ConfigError
+
+_GROUPS: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
+
+
+def parts_of(mpu: Any) -> list[int]:
+    """Return the ranks that hold the parts of this rank's model, in the order of the parts; it alone where it has all.
+
+    Args:
+        mpu: of an engine without sequence parallelism; None for none.
+    """
+    if not any(hasattr(mpu, name) for name in _GROUPS):
+        return [dist.get_rank()]
+    return list(dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu)))
+
+
+def refuse_unproven(engine: Engine, parts: int) -> None:
+    """Raise ConfigError where DeepSpeed would step wrongly with parts of a model, or nobody has measured it.
+
+    Args:
+        engine: the bare engine.
+        parts: how many ranks hold one model (>= 2).
+    """
+    asked = f"an mpu that divides the model over {parts} ranks"
+    if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer":
+        raise ConfigError(
+            f"{asked}, on ZeRO stage 0 in fp16 or bf16 with {type(engine.basic_optimizer).__name__}: DeepSpeed takes "
+            "the norm of the first rank's part of the model alone (runtime/fp16/unfused_optimizer.py, step), so that "
+            "clipping and the logged norm are wrong; use DeepSpeed's own Adam or AdamW (optimizer.type, without "
+            "torch_adam in its params), or ZeRO stage 1 or 2"
+        )
+    if engine.has_moe_layers:
+        raise ConfigError(f"{asked}, and experts: nobody has measured this; give the model no mpu, or no experts")
+    if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
+        raise ConfigError(
+            f"{asked} and into stages: DeepSpeed runs stages of its own alone; use deepspeed.PipelineModule, or an mpu "
+            "with one stage"
+        )
+
+
+def refuse_remembered_mpu() -> None:
+    """Raise ConfigError where an engine without an mpu would get the groups of an earlier one's mpu.
+
+    deepspeed.utils.groups keeps it (runtime/engine.py, _configure_distributed_model).
+    """
+    kept = deepspeed.utils.groups.mpu
+    if kept is None or kept is deepspeed.utils.groups or not hasattr(kept, "get_data_parallel_group"):
+        return
+    ranks = dist.get_process_group_ranks(kept.get_data_parallel_group())
+    if len(ranks) < dist.get_world_size():
+        raise ConfigError(
+            f"no mpu is given, but an earlier engine of this process had one, and deepspeed.utils.groups keeps it: "
+            f"DeepSpeed would sum gradients over its data-parallel ranks {ranks} alone, of {dist.get_world_size()}. "
+            "Pass that mpu again, or set deepspeed.utils.groups.mpu to None before initialize()"
+        )

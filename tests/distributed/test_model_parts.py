@@ -1,0 +1,261 @@
+"""An mpu that divides a model, as Megatron's: ranks that hold parts of it share each micro-batch, and count it once."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+
+import ds_parity
+from ds_parity.all_weights import every_weight
+from tests.distributed.cells import STAGES, config
+from tests.distributed.engines import from_all, refusal
+from tests.distributed.sets import on_four_ranks, on_two_ranks
+
+pytestmark = pytest.mark.ranks
+
+RATE, CLIP, STEPS, TARGET = 0.1, 0.2, 3, 4
+DIVIDED = {"up": 0, "down": 1}  # the dimension that each is divided along
+BF16 = {"bf16": {"enabled": True}}
+SHARED = "ranks that share a micro-batch passed different counts"
+
+
+class Mpu:
+    """The groups of Megatron: two ranks that follow each other hold one model."""
+
+    SIZE = 2
+
+    def __init__(self):
+        ranks = range(dist.get_world_size())
+        parts = [list(ranks[first : first + self.SIZE]) for first in ranks[:: self.SIZE]]
+        apart = [list(ranks[number :: self.SIZE]) for number in range(self.SIZE)]
+        # Every rank makes all groups, in one order.
+        of_model, of_data = [dist.new_group(its) for its in parts], [dist.new_group(its) for its in apart]
+        self.model, self.data = of_model[dist.get_rank() // self.SIZE], of_data[dist.get_rank() % self.SIZE]
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    def get_model_parallel_rank(self):
+        return dist.get_rank(self.model)
+
+    def get_model_parallel_world_size(self):
+        return self.SIZE
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank(self.data)
+
+    def get_data_parallel_world_size(self):
+        return dist.get_world_size(self.data)
+
+
+class Whole(torch.nn.Module):
+    """Two layers that are divided, and one that is not."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        made = torch.Generator().manual_seed(seed)
+        self.up = torch.nn.Parameter(torch.randn(8, 4, generator=made))
+        self.down = torch.nn.Parameter(torch.randn(2, 8, generator=made))
+        self.last = torch.nn.Parameter(torch.randn(1, 2, generator=made))
+
+    def forward(self, x):
+        return (x @ self.up.T).tanh() @ self.down.T @ self.last.T
+
+
+class Part(Whole):
+    """This rank's part of it."""
+
+    def __init__(self, mpu, seed=0):
+        super().__init__(seed)
+        self.group = mpu.get_model_parallel_group()
+        for name, dim in DIVIDED.items():
+            whole = getattr(self, name).detach()
+            part = torch.nn.Parameter(whole.chunk(mpu.SIZE, dim)[mpu.get_model_parallel_rank()].clone())
+            part.model_parallel = True  # DeepSpeed counts the others on the first rank of a model alone
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return _Sum.apply((x @ self.up.T).tanh() @ self.down.T, self.group) @ self.last.T
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        summed = x.detach().clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+@contextmanager
+def with_mpu():
+    """DeepSpeed remembers an mpu; the next test must not find it."""
+    before = groups.mpu
+    try:
+        yield Mpu()
+    finally:
+        groups.mpu = before
+
+
+def build(stage, mpu, seed=0, keys=None, **keywords):
+    made = {**config(stage, passes=TARGET), **(keys or {}), "gradient_clipping": CLIP}
+    del made["scheduler"]
+    model = Part(mpu, seed) if mpu is not None else Whole(seed)
+    if "optimizer" not in keywords:
+        made["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
+        keywords["model_parameters"] = list(model.parameters())
+    return ds_parity.initialize(model=model, config=made, mpu=mpu, **keywords)[0]
+
+
+def sample(number):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+
+
+def whole(engine, mpu):
+    found = {}
+    for (name, parameter), kept in zip(engine.module.named_parameters(), every_weight(engine.module), strict=True):
+        own = kept.values.view(getattr(parameter, "ds_shape", parameter.shape)).double().to(engine.device)
+        parts = [own]
+        if name in DIVIDED:
+            parts = [torch.empty_like(own) for _ in range(mpu.SIZE)]
+            dist.all_gather(parts, own, group=mpu.get_model_parallel_group())
+        found[name] = torch.cat(parts, DIVIDED.get(name, 0)).cpu()
+    return found
+
+
+def expected(numbers):
+    """One step for each list of micro-batches, in float64: the weights, the losses, and the norms."""
+    model, losses, norms = Whole().double(), [], []
+    for of_step in numbers:
+        loss = sum(model(sample(number).double()).pow(2).mean() for number in of_step) / len(of_step)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = torch.nn.utils.get_total_norm(gradients).item()
+        losses.append(loss.item())
+        norms.append(norm)
+        for one, gradient in zip(model.parameters(), gradients, strict=True):
+            one.data.sub_(RATE * min(1.0, CLIP / (norm + 1e-6)) * gradient)
+    return dict(model.named_parameters()), losses, norms
+
+
+def furthest(ones, others):
+    return max((ones[name] - others[name]).abs().max().item() for name in ones)
+
+
+def trained(engine, mpu):
+    """Run micro-batches of which each data-parallel rank has another number, and return those of each step."""
+    ranks, own = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    steps = []
+    for step in range(STEPS):
+        # The first data-parallel rank runs three of four, or all of them.
+        of_rank = [3, 1] if ranks == 2 else [TARGET]
+        first = step * TARGET
+        mine = range(first + sum(of_rank[:own]), first + sum(of_rank[: own + 1]))
+        for turn in range(max(of_rank)):
+            if turn < len(mine):
+                x = sample(mine[turn]).to(engine.device, next(engine.module.parameters()).dtype)
+                engine.backward(engine(x).float().pow(2).mean(), rollouts=1)
+            else:
+                engine.idle(engine(sample(0).to(engine.device, next(engine.module.parameters()).dtype)).sum())
+            engine.step()
+        steps.append((engine.last_step.loss, engine.last_step.grad_norm, engine.last_step.rollouts))
+    return steps
+
+
+def steps_and_loads(folder, stage, keys):
+    with with_mpu() as mpu:
+        engine = build(stage, mpu, keys=keys)
+        steps = trained(engine, mpu)
+        weights, losses, norms = expected([range(n * TARGET, (n + 1) * TARGET) for n in range(STEPS)])
+        found = whole(engine, mpu)
+        engine.save_checkpoint(folder, tag="of parts")
+        engine.destroy()
+        other = build(stage, mpu, seed=1, keys=keys)
+        path, _ = other.load_checkpoint(folder)
+        loaded = furthest(whole(other, mpu), found)
+        other.destroy()
+    return {
+        "ranks": engine.dp_world_size,
+        "rollouts": [rollouts for *_, rollouts in steps],
+        "losses": max(abs(one / other - 1) for (one, *_), other in zip(steps, losses, strict=True)),
+        "norms": max(abs(one / other - 1) for (_, one, _), other in zip(steps, norms, strict=True)),
+        "weights": furthest(found, weights),
+        "loaded": loaded if path else None,
+    }
+
+
+@on_four_ranks
+def parts_of_two(folder):
+    return from_all(
+        {
+            f"{stage} {name}": steps_and_loads(f"{folder}/{stage}_{name}", stage, keys)
+            for stage in STAGES
+            for name, keys in (("fp32", {}), ("bf16", BF16))
+            if stage or name == "fp32"
+        }
+    )
+
+
+CELLS = [f"{stage} {name}" for stage in STAGES for name in ("fp32", "bf16") if stage or name == "fp32"]
+
+
+class TestPartsOfAModel:
+    """Steps of a model that an mpu divides, beside those of the whole model."""
+
+    @pytest.mark.parametrize("cell", CELLS)
+    def test_the_steps_are_those_of_the_whole_model(self, four_ranks, cell):
+        # bf16 rounds weights to 2**-9 of their size, which is 2 at most, in each of three steps.
+        near = 2e-6 if "fp32" in cell else 0.02
+        for found in four_ranks.of(parts_of_two):
+            one = found[cell]
+            assert one["ranks"] == 2
+            assert one["rollouts"] == [TARGET] * STEPS
+            assert max(one["losses"], one["norms"], one["weights"]) < near
+
+    @pytest.mark.parametrize("cell", CELLS)
+    def test_a_checkpoint_is_loaded_on_every_rank(self, four_ranks, cell):
+        for found in four_ranks.of(parts_of_two):
+            assert found[cell]["loaded"] == 0
+
+
+@on_two_ranks
+def refusals(folder):
+    said = {}
+    with with_mpu() as mpu:
+        engine = build(2, mpu)
+        x = sample(0).to(engine.device)
+        said["counts"] = from_all(
+            refusal(lambda: engine.backward(engine(x).pow(2).mean(), rollouts=1 + dist.get_rank()))
+        )
+        engine.destroy()
+        said["norm"] = from_all(refusal(lambda: build(0, mpu, keys=BF16)))
+        build(1, mpu).destroy()
+        said["remembered"] = from_all(refusal(lambda: build(1, None)))
+        mpu.get_pipe_parallel_world_size = lambda: 2
+        said["stages"] = from_all(refusal(lambda: build(1, mpu)))
+        del mpu.get_pipe_parallel_world_size
+        mpu.data = mpu.model
+        said["groups"] = from_all(refusal(lambda: build(1, mpu)))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("counts", f"RankDesyncError: {SHARED}: rank 0 Counts(rollouts=1"),
+        ("norm", "ConfigError: an mpu that divides the model over 2 ranks, on ZeRO stage 0 in fp16 or bf16 with SGD"),
+        ("remembered", "ConfigError: no mpu is given, but an earlier engine of this process had one"),
+        ("stages", "ConfigError: an mpu that divides the model over 2 ranks and into stages"),
+        ("groups", "ConfigError: the mpu divides the model over ranks [0, 1], whose data-parallel groups have 2 ranks"),
+    ],
+)
+def test_what_cannot_be_right_with_parts_is_refused_on_every_rank(two_ranks, name, says):
+    for said in two_ranks.of(refusals)[name]:
+        assert said.startswith(says)
