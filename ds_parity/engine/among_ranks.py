@@ -33,7 +33,6 @@ from ds_parity.engine.ranks.wire import (
     SAVED,
     SAVES,
     Announcement,
-    Gives,
     Place,
 )
 from ds_parity.errors import RankDesyncError, WindowError
@@ -61,7 +60,6 @@ class AmongRanks:
         exchange: counts over the data-parallel ranks.
         queue: the passes that `passes()` hands out; None outside of it.
         plans: those whose micro-batches `passes()` has read.
-        gives: how the loop counts the micro-batches of the open window that are not of `passes()`, the coming one too.
     """
 
     def __init__(self, engine: Engine, settings: Settings, members: Members, slots: int, number: int) -> None:
@@ -81,7 +79,6 @@ class AmongRanks:
         self.adapter = choose(engine)
         self.queue: Upcoming | None = None
         self.plans = PlansRead()
-        self.gives = Gives.EITHER
         self._limit = Limit(groups_of(engine), wait)
         self._number = number
         self._configuration = settings.fingerprint

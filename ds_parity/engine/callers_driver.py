@@ -289,7 +289,7 @@ class CallersDriver(Driver):
         return ledger.weighting.constant or ledger.promised_total or ledger.last_total
 
     def _first_micro_batches(self) -> WindowTotals:
-        return self.exchange.whole_window(self._place(OPENS), self.ledger.window)
+        return self.exchange.whole_window(self._place(OPENS), self.ledger.window, self.given.gives)
 
     def _open(self, first: WindowTotals | None = None) -> None:
         """Say what the open window's losses are divided by, until its own total is known.
@@ -319,7 +319,7 @@ class CallersDriver(Driver):
             # Else the reduction is still to come, and brings zeros for what a rank has not used.
             place = replace(place, used=self.adapter.used_parameters())
         # One sum for counts, loss and metrics.
-        totals = self.exchange.whole_window(place, self.ledger.window, self.meter.rider())
+        totals = self.exchange.whole_window(place, self.ledger.window, self.given.gives, self.meter.rider())
         if totals.passes:
             if drop:
                 self.ledger.drop()
@@ -334,7 +334,7 @@ class CallersDriver(Driver):
             if first.passes == 0:
                 return 0
             self._open(first)
-        return self.exchange.whole_window(self._place(SAVES), self.ledger.window).passes
+        return self.exchange.whole_window(self._place(SAVES), self.ledger.window, self.given.gives).passes
 
     def meet_to_save(self) -> None:
         """Do nothing: all ranks have met where they said what they have run."""

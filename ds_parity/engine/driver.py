@@ -25,7 +25,7 @@ from ds_parity.engine.planned import PlansRead, refuse_different_plans
 from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_schedule, refuse_strays
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.upcoming import UpcomingPass
-from ds_parity.engine.ranks.wire import RUNS, SAVES, Announcement
+from ds_parity.engine.ranks.wire import RUNS, SAVES, Announcement, Gives
 from ds_parity.engine.record.metrics import Meter
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Counts, PassTotals, Promise, Window
@@ -83,7 +83,7 @@ class Driver(AmongRanks):
         self._division = Division(self.adapter, self.meter, self.ranks, members.summed)
         self.state = PassState(self.adapter, self.ledger)
         self.given = GivenCounts(self, self.usual_rollouts)
-        self._late = LatePass(self, self.state, self._division, self.boundary, alone=peers.size == 1)
+        self._late = LatePass(self, self.given, self.state, self._division, self.boundary, alone=peers.size == 1)
         self._finished = False
         self.adapter.prepare()
         # DeepSpeed's own boundary follows from its counter; from here on it is marked by hand before every backward.
@@ -190,7 +190,7 @@ class Driver(AmongRanks):
             within = max(0, self.exchange.slots - 1 - self.ledger.window.passes)
             return (*self.queue.take(within), False)
         upcoming = self.upcoming(caller.doing if caller else RUNS)
-        upcoming.announce([UpcomingPass(Announcement(counts, gives=self.gives))])
+        upcoming.announce([UpcomingPass(Announcement(counts, gives=self.given.gives))])
         return (*upcoming.take(0), False)
 
     def _counted(
@@ -284,7 +284,7 @@ class Driver(AmongRanks):
         with self.telling():
             own, said = promised(self.ledger.window, self.ledger.weighting, passes, weight, given)
         place = replace(self._place(f"says {', '.join(sorted(said))} of its next window"), pass_index=0)
-        self.ledger.promise(Promise(self.exchange.whole_window(place, own), said))
+        self.ledger.promise(Promise(self.exchange.whole_window(place, own, Gives.EITHER), said))
 
     def may_skip(self, totals: PassTotals) -> bool:
         """Whether the coming pass, idle on this rank, needs neither forward nor backward here.
@@ -323,7 +323,7 @@ class Driver(AmongRanks):
         # All ranks must end here: one that still runs passes would wait in its own exchange.
         self.exchange.start(self._place("finishes"), []).wait()
         self._finished = True
-        self.given.forget_left()
+        self.given.abandon()
         window = self.ledger.window
         if window.passes == 0:
             # A run that was asked to stop has more data: whoever resumes it goes on with the surplus.
@@ -383,7 +383,7 @@ class Driver(AmongRanks):
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self.state.reset()
         self.plans, self.exchange.plans_in_doubt = PlansRead(), False
-        self.given.forget_left()
+        self.given.abandon()
         self.boundary.mark(False)
 
     # Small things.

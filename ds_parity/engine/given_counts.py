@@ -36,7 +36,7 @@ class GivenCounts:
         self.by_loop = False
         self._driver = driver
         self._usual_rollouts = usual_rollouts
-        self._window = self._active = self._usual = 0  # the open one, and its micro-batches of the loop
+        self._of_window = 0, 0, 0  # its index, the loop's own micro-batches in it, and those that count as usual
         self._gave: set[str] = set()
         self._left: Counts | None = None  # of a micro-batch whose passes() was left before its backward
         self._open_queues: list[Upcoming] = []  # of all passes() that are not at their end: one may stand in another
@@ -68,21 +68,30 @@ class GivenCounts:
             if (left := self._left or next(waiting, None)) is not None:
                 refuse_left_behind(left, given, counts)
             self._gave.update(given.keys() - {"weight"})
-        self._note(counts)
+        if counts.active:
+            active, usual = self._in_window
+            self._of_window = self._driver.ledger.window.index, active + 1, usual + int(counts.usual)
         self.forget_left()
         return counts
 
-    def _note(self, counts: Counts) -> None:
-        window = self._driver.ledger.window.index
-        if window != self._window:
-            self._window, self._active, self._usual = window, 0, 0
-        self._active += int(counts.active)
-        self._usual += int(counts.active and counts.usual)
-        self._driver.gives = Gives.of(self._active, self._usual)
+    @property
+    def gives(self) -> Gives:
+        """How the loop has counted the micro-batches of the open window that were not of `passes()`."""
+        return Gives.of(*self._in_window)
+
+    @property
+    def _in_window(self) -> tuple[int, int]:
+        window, active, usual = self._of_window
+        return (active, usual) if window == self._driver.ledger.window.index else (0, 0)
 
     def forget_left(self) -> None:
         """Ask nothing more about a micro-batch that was left without its backward."""
         self._left = None
+
+    def abandon(self) -> None:
+        """Forget what the open window was given, and what was left without its backward."""
+        self._of_window = 0, 0, 0
+        self.forget_left()
 
     @contextmanager
     def taking_from(self, queue: Upcoming) -> Iterator[None]:

@@ -10,6 +10,7 @@ import torch
 from ds_parity.engine.among_ranks import AmongRanks
 from ds_parity.engine.boundary import Boundary
 from ds_parity.engine.division import Division, Loss
+from ds_parity.engine.given_counts import GivenCounts
 from ds_parity.engine.pass_state import PARTLY_THERE, PassState
 from ds_parity.engine.ranks.upcoming import Upcoming, UpcomingPass
 from ds_parity.engine.ranks.wire import Announcement
@@ -25,6 +26,7 @@ class LatePass:
 
     Args:
         driver: whose passes they are.
+        given: where their counts come from.
         state: of the driver's open window.
         division: runs the backward.
         boundary: marks DeepSpeed's boundary, and reduces.
@@ -32,9 +34,17 @@ class LatePass:
     """
 
     def __init__(
-        self, driver: AmongRanks, state: PassState, division: Division, boundary: Boundary, *, alone: bool
+        self,
+        driver: AmongRanks,
+        given: GivenCounts,
+        state: PassState,
+        division: Division,
+        boundary: Boundary,
+        *,
+        alone: bool,
     ) -> None:
         self._driver = driver
+        self._given = given
         self._state = state
         self._division = division
         self._boundary = boundary
@@ -102,7 +112,7 @@ class LatePass:
             return self._driver.queue
         line = self._driver.upcoming()
         # Also between two ranks: gloo ends a send where the other one receives.
-        line.announce([UpcomingPass(Announcement(counts, gives=self._driver.gives))]).proceed()
+        line.announce([UpcomingPass(Announcement(counts, gives=self._given.gives))]).proceed()
         return line
 
     def _count(self, queue: Upcoming) -> Window:

@@ -116,8 +116,7 @@ class Ledger:
         """Count one micro-batch of this rank, in a window that the caller ends."""
         self._refuse_closed()
         self.passes += 1
-        usual = self.window.usual + int(counts.active and counts.usual)
-        self.window = replace(self._plus(self.window, counts, ranks=1), usual=usual)
+        self.window = self._plus(self.window, counts, ranks=1)
         return self.window
 
     def expect(self, total: float) -> None:

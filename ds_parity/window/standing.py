@@ -19,7 +19,6 @@ class Window:
         idle_passes: idle (rank, pass) pairs among them.
         micro_batches: the others, over all ranks: what `gradient_accumulation_passes` is a number of, whereas `passes`
             are what one rank runs. 32 passes on 2 ranks are 64 micro-batches, where no pass is idle.
-        usual: this rank's that count as usual (`Counts.usual`), in a window that its caller ends.
         rollouts: finished in them.
         prompts: finished in them.
         tokens: loss tokens that they contained.
@@ -39,7 +38,6 @@ class Window:
     passes: int = 0
     idle_passes: int = 0
     micro_batches: int = 0
-    usual: int = 0
     rollouts: int = 0
     prompts: int = 0
     tokens: int = 0

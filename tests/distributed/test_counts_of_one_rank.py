@@ -63,3 +63,60 @@ def test_rollouts_are_given_for_all_micro_batches_or_for_none(two_ranks, boundar
             assert said.startswith(
                 "RankDesyncError: rollouts= is left out on rank 0, and given on others, in one window"
             )
+
+
+class Batch:
+    """A micro-batch of passes()."""
+
+    rollouts, prompts, tokens = 2, 0, 0
+
+
+def _mixed(engine):
+    """A window that is refused: the first rank leaves its rollouts out."""
+    engine.backward(forward(engine, 0), **({"rollouts": 2} if dist.get_rank() else {}))
+    engine.step()
+
+
+@on_two_ranks
+def counts_behind_a_load(folder):
+    """By boundary: a mixed window, and the loop put right behind a load, where one rank has no micro-batch."""
+    results = {}
+    for boundary in BOUNDARIES:
+        engine = build(config(2, passes=100, boundary=boundary, last_window="step", exchange_timeout=60))
+        engine.save_checkpoint(folder, tag=boundary)
+        said = refusal(lambda: _mixed(engine))  # noqa: B023
+        engine.load_checkpoint(folder, tag=boundary)
+        rollouts = _run(engine, boundary, [{"rollouts": 2}] if dist.get_rank() else [None])
+        results[boundary] = said, rollouts
+        engine.destroy()
+    return from_all(results)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_behind_a_load_a_loop_is_asked_by_its_new_window_alone(two_ranks, boundary):
+    for results in two_ranks.of(counts_behind_a_load):
+        said, rollouts = results[boundary]
+        assert said.startswith("RankDesyncError: rollouts= is left out on rank 0")
+        assert rollouts == 2
+
+
+@on_two_ranks
+def counts_of_a_stream(folder):
+    """By boundary: the first rank takes micro-batches from passes(), and behind it the second one has one of its own."""
+    results = {}
+    for boundary in BOUNDARIES:
+        engine = build(config(2, passes=100, boundary=boundary, last_window="step", exchange_timeout=60))
+        stream = [] if dist.get_rank() else [Batch(), Batch()]
+        for _ in engine.passes(stream, idle=Batch(), finish=False):
+            engine.backward(forward(engine, 0))
+            if boundary == "rollouts":
+                engine.step()
+        results[boundary] = _run(engine, boundary, [{}] if dist.get_rank() else [None])
+        engine.destroy()
+    return from_all(results)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_micro_batches_of_passes_are_neither_given_nor_left_out(two_ranks, boundary):
+    for results in two_ranks.of(counts_of_a_stream):
+        assert results[boundary] == 2 * Batch.rollouts + 1

@@ -163,18 +163,19 @@ class Exchange:
         pending.answer = answer.passes
         return answer.passes
 
-    def whole_window(self, place: Place, own: Window, rider: Rider | None = None) -> WindowTotals:
+    def whole_window(self, place: Place, own: Window, gives: Gives, rider: Rider | None = None) -> WindowTotals:
         """Return what a window contains over all ranks, each of which says what it has run in it.
 
         Args:
             place: where this rank is.
             own: the window with what this rank has run.
+            gives: how its loop has counted the micro-batches in it.
             rider: numbers of every rank that are summed on the way, where all of them fit into one message.
 
         Raises:
             RankDesyncError: on every rank, where ranks are out of sync, one is gone, or time ran out.
         """
-        message = WindowMessage(own, self._weights, self.stop, self._peers)
+        message = WindowMessage(own, self._weights, self.stop, self._peers, gives)
         vector = torch.tensor(message.pack(), dtype=torch.float64, device="cpu")
         try:
             if self._over is not None:
@@ -185,7 +186,7 @@ class Exchange:
                 held = Counts(own.rollouts, own.prompts, own.tokens)
                 raise self._peers_differ(self._over, [Announcement(held)])
             if not alike and self._over is not None:
-                raise _counted_otherwise(self._over, [Gives.of(own.micro_batches, own.usual)])
+                raise _counted_otherwise(self._over, [gives])
         except RuntimeError as error:
             raise self._gone(place, error) from error
         self.stopping = self.stopping or stop
@@ -209,8 +210,8 @@ class Exchange:
         )
         return RankDesyncError(
             f"ranks that share a micro-batch passed different counts: {lines}. By sequence parallelism they hold "
-            "slices of it, by AutoTP all of it, and it counts once; pass the counts of the whole micro-batch on each "
-            "of them"
+            "slices of it, and all of it where each has a part of the model (AutoTP, an mpu). It counts once: pass the "
+            "counts of the whole micro-batch on each of them"
         )
 
     def _gone(self, place: Place, error: RuntimeError) -> RankDesyncError:

@@ -265,12 +265,14 @@ class WindowMessage:
         weights: how many weights a micro-batch brings.
         stop: it asks all ranks to stop.
         peers: this rank among those that share its micro-batches.
+        gives: how this rank's loop has counted its micro-batches in the window.
     """
 
     window: Window
     weights: int = 0
     stop: bool = False
     peers: Peers = field(default_factory=Peers)
+    gives: Gives = Gives.EITHER
 
     def pack(self) -> list[float]:
         """Return the numbers that are summed over ranks, but for the last: the greatest is taken of that."""
@@ -279,7 +281,7 @@ class WindowMessage:
         numbers += own.weights or [0] * self.weights
         checksum = [self.peers.checksum([*numbers, own.passes])] if self.peers.size > 1 else []
         sent: list[float] = [0] * len(numbers) if self.peers.own else numbers
-        gives = Gives.EITHER if self.peers.own else Gives.of(own.micro_batches, own.usual)
+        gives = Gives.EITHER if self.peers.own else self.gives
         sent[0] += _USUAL * (gives is Gives.NEVER)
         return [int(self.stop) + _USUAL * (gives is Gives.ALWAYS), *sent, *checksum, own.passes]
 
