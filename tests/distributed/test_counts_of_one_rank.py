@@ -102,7 +102,7 @@ def test_behind_a_load_a_loop_is_asked_by_its_new_window_alone(two_ranks, bounda
 
 @on_two_ranks
 def counts_of_a_stream(folder):
-    """By boundary: the first rank takes micro-batches from passes(), and behind it the second one has one of its own."""
+    """By boundary: the first rank has micro-batches of passes(), and behind it the second one has one of its own."""
     results = {}
     for boundary in BOUNDARIES:
         engine = build(config(2, passes=100, boundary=boundary, last_window="step", exchange_timeout=60))
