@@ -32,6 +32,7 @@ from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
+from ds_parity.engine.internals.swapped import refuse_swapped
 from ds_parity.engine.internals.universal import load_untrained, refuse_left_over
 from ds_parity.engine.internals.unstepped import (
     loaded_as_frozen,
@@ -132,6 +133,8 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
     there = loading.refuse_unlike_loads(load_dir, said)
     driver.refuse_loading()
     driver.adapter.refuse_loading_over_copies()
+    if there:
+        refuse_swapped(engine, f"load_checkpoint({load_dir!r})", "Nothing was loaded")
     if options["load_module_only"]:
         refuse_module_alone(driver)
     if not options["load_optimizer_states"]:
@@ -226,6 +229,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         RankDesyncError: not every rank saves, or not all of them the same.
     """
     try:
+        refuse_swapped(driver.engine, "save_checkpoint()", "Nothing was written")
         refuse_half_loaded(driver.state.half_loaded, "save_checkpoint()")
         client_state = own_values(driver.engine, client_state, driver.ledger.state())
         if saving.without_frozen:

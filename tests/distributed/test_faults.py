@@ -50,6 +50,9 @@ def test_what_a_script_finds_is_what_was_kept_of_this_version(two_ranks_at_lengt
     if name not in measured().get(version, {}):
         pytest.skip(f"{name} was not run with DeepSpeed {version}: python -m tools.fault_table does that")
     found = two_ranks_at_length.of(deepspeed_faults)[name]
+    lacking = [outcome for outcome in found.values() if "can't be found here" in outcome]
+    if lacking:
+        pytest.skip(f"{lacking[0]}: install what the script needs with the system's packages")
     # What it raises has addresses and numbers in it.
     assert {place: word(outcome) for place, outcome in found.items()} == {
         place: word(outcome) for place, outcome in measured()[version][name].items()

@@ -33,6 +33,7 @@ def driver():
         settings=SimpleNamespace(count="rollout", lr_progress="optimizer_step"),
         adapter=SimpleNamespace(groups=list, groups_of_optimizer=list, grad_scaler=lambda: None),
         engine=SimpleNamespace(
+            zero_nvme_offload_optimizer=lambda: False,
             optimizer=SimpleNamespace(param_groups=[{"params": [], "lr": 0.1}]),
             basic_optimizer=None,
             lr_scheduler=None,

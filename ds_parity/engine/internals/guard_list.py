@@ -409,6 +409,14 @@ GUARDS: tuple[Guard, ...] = (
         "files of the optimizer are loaded, or its weights taken from the model, where there is ZeRO, and only there",
         ("load_zero_checkpoint = load_path is not None and self.zero_optimization()",),
     ),
+    Guard(
+        ENGINE,
+        "load_checkpoint",
+        "internals/swapped.py",
+        "nothing of the optimizer is loaded where its states lie on NVMe, which is refused; if this fails, it may be "
+        "right now",
+        ("if load_zero_checkpoint and not self.zero_nvme_offload_optimizer():",),
+    ),
     # Checkpoints.
     *(
         Guard(

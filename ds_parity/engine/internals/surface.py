@@ -149,6 +149,9 @@ class Engine(Protocol):
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether gradients are partitioned: ZeRO 2 and 3."""
 
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether the optimizer's states lie on NVMe: on ZeRO 3 alone."""
+
     def zero_reduce_scatter(self) -> bool:
         """The configuration's reduce_scatter."""
 

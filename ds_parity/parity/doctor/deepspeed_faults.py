@@ -449,6 +449,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run in fp16 goes on from a checkpoint of fp32, or from a universal one of bf16",
     ),
     DeepSpeedFault(
+        "nvme_not_loaded",
+        "a run that goes on from a checkpoint counts its steps anew, with the learning rates of a new optimizer",
+        "offload the optimizer's states to the CPU",
+        lambda c: c.stage == 3 and c.raw("zero_optimization.offload_optimizer.device") == "nvme",
+        "a run goes on from a checkpoint",
+    ),
+    DeepSpeedFault(
         "clips_as_saved",
         "gradients are clipped as the run that saved the checkpoint did, whatever gradient_clipping says",
         "set engine.optimizer.clip_grad behind load_checkpoint()",
