@@ -29,6 +29,7 @@ from ds_parity.engine.internals.checkpoints import (
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
+from ds_parity.engine.internals.model_parts import number_of_parts
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
@@ -138,8 +139,9 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
     if options["load_module_only"]:
         refuse_module_alone(driver)
     if not options["load_optimizer_states"]:
-        _refuse_weights_alone_with_autotp(driver)
+        _refuse_weights_of_parts_alone(driver)
     refuse_a_part_of_universal(engine, options)
+    _refuse_universal_of_parts(engine, load_dir)
     if there and options["load_module_strict"]:
         refuse_doubtful_owners(engine, _stepped(driver))
     driver.adapter.kept.note_use()
@@ -308,17 +310,27 @@ def refuse_module_alone(driver: Driver) -> None:
         )
 
 
-def _refuse_weights_alone_with_autotp(driver: Driver) -> None:
+def _refuse_weights_of_parts_alone(driver: Driver) -> None:
     """Raise CheckpointError where DeepSpeed counts the files of all ranks, and expects those of one that divides it.
 
     It makes the weights of the optimizer's files then (utils/zero_to_fp32.py, get_checkpoint_files; 0.19.8).
     """
     engine = driver.engine
-    if engine.zero_optimization_stage() == 3 and (size := engine.autotp_size()) > 1:
+    if engine.zero_optimization_stage() == 3 and (size := number_of_parts(engine)) > 1:
+        divided = f"tensor_parallel.autotp_size = {size}" if engine.autotp_size() > 1 else f"an mpu of {size} parts"
         raise CheckpointError(
-            f"load_checkpoint(load_optimizer_states=False) on ZeRO stage 3 with tensor_parallel.autotp_size = {size}: "
-            "DeepSpeed can't read the weights of a divided model alone there; load the optimizer's states, too, or "
-            "use ZeRO stage 0 to 2"
+            f"load_checkpoint(load_optimizer_states=False) on ZeRO stage 3 with {divided}: DeepSpeed can't read the "
+            "weights of a divided model alone there; load the optimizer's states, too, or use ZeRO stage 0 to 2"
+        )
+
+
+def _refuse_universal_of_parts(engine: Any, load_dir: str) -> None:
+    """Raise CheckpointError for a universal checkpoint with an mpu: conversions know no parts but those of AutoTP."""
+    if engine.load_universal_checkpoint() and engine.autotp_size() < 2 and number_of_parts(engine) > 1:
+        raise CheckpointError(
+            f"load_checkpoint({load_dir!r}) of a universal checkpoint with an mpu that divides the model: DeepSpeed's "
+            "conversion knows nothing of its parts (checkpoint/ds_to_universal.py). Nothing was loaded; load the "
+            "checkpoint as it was saved, on as many data-parallel ranks"
         )
 
 

@@ -2,9 +2,11 @@
 
 from contextlib import contextmanager
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from deepspeed.utils import groups
 
 import ds_parity
@@ -108,11 +110,10 @@ def with_mpu():
 def build(stage, mpu, seed=0, keys=None, **keywords):
     made = {**config(stage, passes=TARGET), **(keys or {}), "gradient_clipping": CLIP}
     del made["scheduler"]
-    model = Part(mpu, seed) if mpu is not None else Whole(seed)
-    if "optimizer" not in keywords:
-        made["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
-        keywords["model_parameters"] = list(model.parameters())
-    return ds_parity.initialize(model=model, config=made, mpu=mpu, **keywords)[0]
+    made["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
+    model = keywords.pop("model", None) or (Part(mpu, seed) if mpu is not None else Whole(seed))
+    given = {"mpu": mpu, "model_parameters": list(model.parameters()), **keywords}
+    return ds_parity.initialize(model=model, config=made, **given)[0]
 
 
 def sample(number):
@@ -229,6 +230,7 @@ class TestPartsOfAModel:
 def refusals(folder):
     said = {}
     with with_mpu() as mpu:
+        said["some"] = from_all(refusal(lambda: build(1, mpu if dist.get_rank() else None)))
         engine = build(2, mpu)
         x = sample(0).to(engine.device)
         said["counts"] = from_all(
@@ -238,6 +240,14 @@ def refusals(folder):
         said["norm"] = from_all(refusal(lambda: build(0, mpu, keys=BF16)))
         build(1, mpu).destroy()
         said["remembered"] = from_all(refusal(lambda: build(1, None)))
+        engine = build(3, mpu)
+        engine.save_checkpoint(folder, tag="of parts")
+        alone = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+        said["weights alone"] = from_all(refusal(lambda: engine.load_checkpoint(folder, **alone)))
+        engine.destroy()
+        engine = build(1, mpu, keys={"checkpoint": {"load_universal": True}})
+        said["universal"] = from_all(refusal(lambda: engine.load_checkpoint(folder, tag="of parts")))
+        engine.destroy()
         mpu.get_pipe_parallel_world_size = lambda: 2
         said["stages"] = from_all(refusal(lambda: build(1, mpu)))
         del mpu.get_pipe_parallel_world_size
@@ -246,13 +256,54 @@ def refusals(folder):
     return said
 
 
+@on_two_ranks
+def stages(folder):
+    """An mpu of two stages for a model that has none."""
+    with with_mpu():
+        grid = PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=1))
+        return from_all(refusal(lambda: build(1, grid, model=Whole())))
+
+
+def test_an_mpu_of_stages_is_refused_for_a_model_without_stages(two_ranks):
+    for said in two_ranks.of(stages):
+        assert said.startswith("ConfigError: an mpu of 2 pipeline stages, and model= is no deepspeed.PipelineModule")
+
+
+@on_four_ranks
+def other_partitions(folder):
+    """Parameters of ZeRO 3 that are divided over ranks that hold different parts: by zero.Init, and by hpZ."""
+    said = {}
+    with with_mpu() as mpu:
+        with deepspeed.zero.Init():
+            model = torch.nn.Linear(4, 4)
+        said["zero.Init"] = from_all(refusal(lambda: build(3, mpu, model=model)))
+        with deepspeed.zero.Init(data_parallel_group=mpu.get_data_parallel_group()):
+            model = torch.nn.Linear(4, 4)
+        said["right"] = from_all(refusal(lambda: build(3, mpu, model=model).destroy()))
+        hpz = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+        said["hpZ"] = from_all(refusal(lambda: build(3, mpu, keys=hpz)))
+    return said
+
+
+@pytest.mark.parametrize("name", ["zero.Init", "hpZ"])
+def test_parameters_are_divided_over_ranks_with_the_same_part_alone(four_ranks, name):
+    found = four_ranks.of(other_partitions)
+    assert found["right"] == ["nothing was raised"] * 4
+    for said in found[name]:
+        assert said.startswith("ConfigError: ")
+        assert "and the mpu sums gradients over ranks" in said
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("counts", f"RankDesyncError: {SHARED}: rank 0 Counts(rollouts=1"),
         ("norm", "ConfigError: an mpu that divides the model over 2 ranks, on ZeRO stage 0 in fp16 or bf16 with SGD"),
         ("remembered", "ConfigError: no mpu is given, but an earlier engine of this process had one"),
-        ("stages", "ConfigError: an mpu that divides the model over 2 ranks and into stages"),
+        ("some", "RankDesyncError: ranks step together with others who do not with them: [0, 1]; [1]"),
+        ("weights alone", "CheckpointError: load_checkpoint(load_optimizer_states=False) on ZeRO stage 3 with an mpu"),
+        ("universal", "CheckpointError: load_checkpoint("),
+        ("stages", "ConfigError: an mpu of 2 pipeline stages, and model= is no deepspeed.PipelineModule"),
         ("groups", "ConfigError: the mpu divides the model over ranks [0, 1], whose data-parallel groups have 2 ranks"),
     ],
 )

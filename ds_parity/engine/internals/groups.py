@@ -17,7 +17,12 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from ds_parity.engine.internals.model_parts import parts_of, refuse_unproven
+from ds_parity.engine.internals.model_parts import (
+    parts_of,
+    refuse_other_partitions,
+    refuse_stages,
+    refuse_unproven,
+)
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.internals.tensor_groups import peers_of
 from ds_parity.engine.ranks.hostgroups import group_joining, group_of_same
@@ -103,6 +108,9 @@ def members_of(engine: Engine, size: int) -> Members:
 
 def _by_data(engine: Engine) -> Members:
     group, parts = engine.data_parallel_group, parts_of(engine.mpu)
+    if engine.mpu is not None:
+        refuse_stages(engine)
+        refuse_other_partitions(engine)
     ranks = dist.get_world_size(group)
     if len(parts) == 1:
         return Members(group, ranks, Peers(), group)

@@ -30,6 +30,44 @@ def parts_of(mpu: Any) -> list[int]:
     return list(dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu)))
 
 
+def number_of_parts(engine: Engine) -> int:
+    """Return how many ranks hold one model, by AutoTP or an mpu (>= 1); of a pipeline's stages each is one."""
+    return 1 if engine.sequence_parallel_size > 1 else len(parts_of(engine.mpu))
+
+
+def refuse_stages(engine: Engine) -> None:
+    """Raise ConfigError where an mpu of a pipeline's stages is given for a model that is none.
+
+    DeepSpeed adds the norm of the model up over stages then, each of which has all of it.
+    """
+    stages = bwc_pipeline_parallel_world_size(engine.mpu)
+    if stages > 1:
+        raise ConfigError(
+            f"an mpu of {stages} pipeline stages, and model= is no deepspeed.PipelineModule: DeepSpeed runs stages of "
+            "its own alone, and would add up the norm of the model over them; use deepspeed.PipelineModule, or an mpu "
+            "with one stage"
+        )
+
+
+def refuse_other_partitions(engine: Engine) -> None:
+    """Raise ConfigError where ZeRO 3 has divided a parameter over other ranks than sum its gradient.
+
+    zero.Init takes all ranks, whatever the mpu (runtime/zero/partition_parameters.py), and hpZ ranks that follow each
+    other: they hold different parts of the model, or different models.
+    """
+    ours = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
+    for name, parameter in engine.module.named_parameters():
+        for over in (getattr(parameter, where, None) for where in ("ds_process_group", "ds_zero_param_process_group")):
+            its = ours if over is None else sorted(dist.get_process_group_ranks(over))
+            if not set(its) <= set(ours):
+                raise ConfigError(
+                    f"{name} is divided over ranks {its}, and the mpu sums gradients over ranks {ours}: weights of "
+                    "different models, or of different parts, would be mixed, without an error; build the model under "
+                    "zero.Init(data_parallel_group=mpu.get_data_parallel_group()), or without zero.Init, and leave "
+                    "zero_hpz_partition_size out"
+                )
+
+
 def refuse_unproven(engine: Engine, parts: int) -> None:
     """Raise ConfigError where DeepSpeed would step wrongly with parts of a model, or nobody has measured it.
 
@@ -47,11 +85,6 @@ def refuse_unproven(engine: Engine, parts: int) -> None:
         )
     if engine.has_moe_layers:
         raise ConfigError(f"{asked}, and experts: nobody has measured this; give the model no mpu, or no experts")
-    if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
-        raise ConfigError(
-            f"{asked} and into stages: DeepSpeed runs stages of its own alone; use deepspeed.PipelineModule, or an mpu "
-            "with one stage"
-        )
 
 
 def refuse_remembered_mpu() -> None:
@@ -62,7 +95,10 @@ def refuse_remembered_mpu() -> None:
     kept = deepspeed.utils.groups.mpu
     if kept is None or kept is deepspeed.utils.groups or not hasattr(kept, "get_data_parallel_group"):
         return
-    ranks = dist.get_process_group_ranks(kept.get_data_parallel_group())
+    try:
+        ranks = dist.get_process_group_ranks(kept.get_data_parallel_group())
+    except KeyError:
+        ranks = []  # a group that was destroyed
     if len(ranks) < dist.get_world_size():
         raise ConfigError(
             f"no mpu is given, but an earlier engine of this process had one, and deepspeed.utils.groups keeps it: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -126,6 +126,7 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
     # The digests are small and nearly always equal; whole configurations travel only where they are not.
     gathered = asked.gather((asked.members, digest, _ENGINES[0], _stage(config)))
+    _refuse_overlapping({members for members, *_ in gathered.values()})
     if model is not None:
         _refuse_two_stages(asked, {rank: (members, stage) for rank, (members, _, _, stage) in gathered.items()})
     digests = {(members, theirs) for members, theirs, *_ in gathered.values()}
@@ -147,6 +148,15 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
 def _stage(config: Mapping[str, Any]) -> int:
     section = config.get("zero_optimization")
     return (whole(section.get("stage", 0)) or 0) if isinstance(section, Mapping) else 0
+
+
+def _refuse_overlapping(groups: Set[frozenset[int]]) -> None:
+    if sum(map(len, groups)) > len(frozenset().union(*groups)):
+        told = "; ".join(str(sorted(one)) for one in sorted(groups, key=sorted))
+        raise RankDesyncError(
+            f"ranks step together with others who do not with them: {told}. Some were given an mpu, and others none or "
+            "one with other data-parallel groups; pass the same mpu on every rank"
+        )
 
 
 def _refuse_two_stages(asked: Asked, told: Mapping[int, tuple[frozenset[int], int]]) -> None:
