@@ -77,6 +77,7 @@ class _Column:
         ties: whether it trains each weight that its stage shares with others, by its name.
         norms: how many norms its step adds up over the stages (`norms_over_stages`).
         frozen: a checksum of what its optimizer steps and is frozen now (`Adapter.frozen_parameters`).
+        experts_apart: whether experts of its stage lie on different columns.
     """
 
     number: int
@@ -88,6 +89,7 @@ class _Column:
     ties: Mapping[str, bool] = field(default_factory=dict, compare=False)
     norms: int = field(default=0, compare=False)
     frozen: int = field(default=0, compare=False)
+    experts_apart: bool = field(default=False, compare=False)
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -339,7 +341,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         rates = rates_in_digits(self.__wrapped__)
         ties = shared_weights(self.module, chain.from_iterable(self._self_adapter.groups()))
         norms, frozen = norms_over_stages(self.__wrapped__), self._self_adapter.frozen_parameters()
-        said = _Column(self._own_column, counts, runs, stage, rates, plans, ties, norms, frozen)
+        apart = self._self_adapter.experts_apart
+        said = _Column(self._own_column, counts, runs, stage, rates, plans, ties, norms, frozen, apart)
         with naming_lost_ranks("train_window()"):
             gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
             if any(one.plans != plans for one in gathered):
@@ -347,6 +350,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 refuse_different_plans(lambda own: over.gather(own, place), read)
         self._self_plans = read
         _refuse_parted(gathered)
+        if any(one.experts_apart for one in gathered):
+            self._refuse_uneven(gathered)
         if not all(one.runs for one in gathered):
             raise WindowError(
                 "a column of the pipeline has no micro-batch in its first window, so nothing can run there, and the "
@@ -354,6 +359,18 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 "one with rollouts=0 and tokens=0"
             )
         return batches, gathered
+
+    def _refuse_uneven(self, gathered: Sequence[_Column]) -> None:
+        """Raise on every rank where columns would run other numbers of micro-batches, in which experts wait for all."""
+        silences = self._self_weighting.silences
+        runs = {one.number: sum(not silences(counts) for counts in one.counts) for one in gathered}
+        if len(set(runs.values())) > 1:
+            told = ", ".join(f"{many} of data-parallel rank {number}" for number, many in sorted(runs.items()))
+            raise WindowError(
+                f"train_window() was given other numbers of micro-batches that weigh something on columns ({told}), "
+                "and experts lie on different ranks (DeepSpeed's MoE with ep_size above 1): each of them waits for the "
+                "tokens of all; give every column as many, or use ep_size 1"
+            )
 
     def _refuse_inputs(self, batches: Sequence[Any]) -> None:
         labelled = self.is_last_stage() and self.module.loss_fn is not None

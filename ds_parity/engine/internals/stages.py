@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from ds_parity.engine.internals.experts import groups_of_experts, squares_of
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.replaced import replaced
 
@@ -46,7 +47,7 @@ def buffers_of_every_type(engine: Any) -> None:
 
 
 def clip_over_stages(engine: Any) -> None:
-    """Let a pipeline's engine on ZeRO 0 in fp32 clip by the norm of all stages, and keep that norm.
+    """Let a pipeline's engine on ZeRO 0 in fp32 clip by the norm of all stages and experts, and keep that norm.
 
     DeepSpeed's own leaves out all stages but the first: it asks the grid for its model-parallel rank, which numbers
     stages too, and counts the parameters of rank 0 alone (runtime/utils.py, clip_grad_norm_; runtime/pipe/topology.py,
@@ -59,8 +60,9 @@ def clip_over_stages(engine: Any) -> None:
     def clip_fp32_gradients() -> None:
         # The gradient of tied weights has been summed over their stages, and counts once.
         again = {id(parameter) for _, parameter, own, first in _tied(engine.module) if not own and not first}
+        once = [parameter for parameter in engine.module.parameters() if id(parameter) not in again]
+        squares = squares_of(once, groups_of_experts(engine.module))
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
-        squares = [p.grad.float().pow(2).sum() for p in parameters if id(p) not in again]
         norm = torch.stack([torch.zeros((), device=engine.device), *squares]).sum()
         dist.all_reduce(norm, group=engine.grid.get_pipe_parallel_group())
         norm = norm.sqrt()
