@@ -144,6 +144,11 @@ def alone_in_the_process(task):
             kept = before | set(hostgroups._GROUPS.values()) | {deepspeed.utils.groups._WORLD_GROUP}
             for group in [one for one in _world.pg_map if one not in kept]:
                 dist.destroy_process_group(group)
+            # It keeps groups of experts by their names.
+            for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
+                held = getattr(deepspeed.utils.groups, name)
+                for one in [one for one, group in held.items() if group not in _world.pg_map]:
+                    del held[one]
 
     return run
 
