@@ -162,6 +162,8 @@ def config_of(script, place):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if script.startswith("autocast"):
         config |= {"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 1.0}
+    if "nvme" in place:
+        zero["offload_optimizer"] = {"device": "nvme"}
     if script == "universal_in_turns":
         zero["round_robin_gradients"] = True
     if script == "hpz_keeps_frozen":
