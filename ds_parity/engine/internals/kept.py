@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_parity.engine.internals.converted import Types
 from ds_parity.engine.internals.newcomers import Newcomers, names_of
 from ds_parity.engine.internals.stepped import guard_optimizers
 from ds_parity.engine.internals.written import Samples
@@ -54,6 +55,7 @@ class KeptGradients:
         self._flags_noted: list[bool] = []
         self._flags_at_start: list[bool] = []
         self._homeless: list[tuple[str, Parameter]] = []
+        self._types = Types()
         self._warned = self._warned_of_frozen = False
         self._ended = False
         self.broken = False
@@ -82,6 +84,7 @@ class KeptGradients:
         engine.zero_grad()
         self._noted = self._adapter.gradients_seen()
         self._flags_noted = self._flags_at_start = self._flags()
+        self._types.note(self._named)
         self._newcomers.begin()
         self._guard_one(engine)
         self._guard_one(engine.optimizer)
@@ -165,11 +168,12 @@ class KeptGradients:
             ) from error
 
     def refuse_freezing(self, window: int) -> None:
-        """Raise WindowError where a parameter was frozen or unfrozen at a time at which it can't be.
+        """Raise WindowError where a parameter was frozen or unfrozen at a time at which it can't be, or converted.
 
         Args:
             window: index of the open window, for the message.
         """
+        self._types.refuse(self._named, window)
         flags = self._flags()
         if flags != self._flags_noted:
             own = {id(p) for group in self._adapter.groups() for p in group}
