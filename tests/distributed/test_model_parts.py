@@ -256,6 +256,66 @@ def refusals(folder):
     return said
 
 
+class Sliced(Mpu):
+    """Slices of a sequence on ranks that follow each other, and parts of a model on others."""
+
+    def get_sequence_parallel_group(self):
+        return self.model
+
+    def get_sequence_parallel_rank(self):
+        return dist.get_rank(self.model)
+
+    def get_sequence_parallel_world_size(self):
+        return self.SIZE
+
+    def get_sequence_data_parallel_group(self):
+        return dist.group.WORLD
+
+    def get_sequence_data_parallel_rank(self):
+        return dist.get_rank()
+
+    def get_sequence_data_parallel_world_size(self):
+        return dist.get_world_size()
+
+    def get_tensor_model_parallel_group(self):
+        return self.data
+
+    def get_tensor_model_parallel_world_size(self):
+        return dist.get_world_size(self.data)
+
+    def get_tensor_model_parallel_rank(self):
+        return dist.get_rank(self.data)
+
+
+class Undivided(Mpu):
+    """One that has no group of a model's parts, and all ranks among its data-parallel ones."""
+
+    SIZE = 1
+
+    def get_model_parallel_group(self):
+        return None
+
+
+@on_four_ranks
+def beside_slices(folder):
+    """Both at once, and an mpu of neither."""
+    said = {}
+    with with_mpu():
+        said["both"] = from_all(refusal(lambda: build(1, Sliced(), model=Whole())))
+    with with_mpu():
+        engine = build(1, Undivided(), model=Whole())
+        said["neither"] = from_all(engine.dp_world_size)
+        engine.destroy()
+    return said
+
+
+def test_parts_of_sequences_and_of_models_are_not_taken_for_each_other(four_ranks):
+    found = four_ranks.of(beside_slices)
+    for said in found["both"]:
+        assert said.startswith("ConfigError: an mpu that divides the model over ranks [")
+    assert found["neither"] == [4] * 4
+
+
 @on_two_ranks
 def stages(folder):
     """An mpu of two stages for a model that has none."""

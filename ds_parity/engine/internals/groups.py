@@ -20,6 +20,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from ds_parity.engine.internals.model_parts import (
     parts_of,
     refuse_other_partitions,
+    refuse_slices_of_parts,
     refuse_stages,
     refuse_unproven,
 )
@@ -100,6 +101,7 @@ def members_of(engine: Engine, size: int) -> Members:
     if size == 1:
         return _by_data(engine)
     group, peers = engine.seq_data_parallel_group, dist.get_process_group_ranks(engine.seq_parallel_group)
+    refuse_slices_of_parts(engine, set(peers))
     _refuse_wrong_sums(engine, set(peers))
     number, ranks = dist.get_rank(engine.seq_parallel_group), dist.get_world_size(group) // size
     data_group = _data_group(engine, group, number, ranks)

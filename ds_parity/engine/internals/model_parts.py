@@ -23,16 +23,34 @@ def parts_of(mpu: Any) -> list[int]:
     """Return the ranks that hold the parts of this rank's model, in the order of the parts; it alone where it has all.
 
     Args:
-        mpu: of an engine without sequence parallelism; None for none.
+        mpu: of an engine; None for none. With sequence parallelism its group may be that of the slices.
     """
     if not any(hasattr(mpu, name) for name in _GROUPS):
         return [dist.get_rank()]
-    return list(dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu)))
+    # Of no group torch gives all ranks.
+    group = bwc_tensor_model_parallel_group(mpu)
+    return [dist.get_rank()] if group is None else list(dist.get_process_group_ranks(group))
 
 
 def number_of_parts(engine: Engine) -> int:
     """Return how many ranks hold one model, by AutoTP or an mpu (>= 1); of a pipeline's stages each is one."""
     return 1 if engine.sequence_parallel_size > 1 else len(parts_of(engine.mpu))
+
+
+def refuse_slices_of_parts(engine: Engine, peers: set[int]) -> None:
+    """Raise ConfigError where an mpu divides the model beside sequence parallelism, which nobody has measured.
+
+    Args:
+        engine: the bare engine.
+        peers: the ranks that have slices of one micro-batch.
+    """
+    parts = parts_of(engine.mpu)
+    # DeepSpeed's own mpu of sequence parallelism calls them model-parallel ones, too.
+    if len(parts) > 1 and set(parts) != peers:
+        raise ConfigError(
+            f"an mpu that divides the model over ranks {parts}, and sequences over ranks {sorted(peers)}: nobody has "
+            "measured both together; use one of them"
+        )
 
 
 def refuse_stages(engine: Engine) -> None:
