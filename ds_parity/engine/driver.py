@@ -323,7 +323,7 @@ class Driver(AmongRanks):
         # All ranks must end here: one that still runs passes would wait in its own exchange.
         self.exchange.start(self._place("finishes"), []).wait()
         self._finished = True
-        self.given.abandon()
+        self.given.forget_left()
         window = self.ledger.window
         if window.passes == 0:
             # A run that was asked to stop has more data: whoever resumes it goes on with the surplus.
