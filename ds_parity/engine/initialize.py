@@ -35,7 +35,6 @@ from ds_parity.engine.internals.autocast import keep_comm_dtype, own_autocast
 from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
-from ds_parity.engine.internals.model_parts import refuse_remembered_mpu
 from ds_parity.engine.internals.older import building
 from ds_parity.engine.internals.passing_through import let_others_pass
 from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_group, refuse_remembered, with_recorded
@@ -333,7 +332,6 @@ def data_parallel_size(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> int
         return ranks_apart(config, mpu, mesh_param)
     if mpu is None and not mesh_param:
         refuse_remembered()
-        refuse_remembered_mpu()
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
     sequence = sequence_parallel_size(mpu, mesh_param, config)

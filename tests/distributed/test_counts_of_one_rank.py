@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.cells import config
-from tests.distributed.engines import build, forward, from_all, refusal
+from tests.distributed.engines import Batch, build, forward, from_all, refusal
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -65,12 +65,6 @@ def test_rollouts_are_given_for_all_micro_batches_or_for_none(two_ranks, boundar
             )
 
 
-class Batch:
-    """A micro-batch of passes()."""
-
-    rollouts, prompts, tokens = 2, 0, 0
-
-
 def _mixed(engine):
     """A window that is refused: the first rank leaves its rollouts out."""
     engine.backward(forward(engine, 0), **({"rollouts": 2} if dist.get_rank() else {}))
@@ -106,7 +100,7 @@ def counts_of_a_stream(folder):
     results = {}
     for boundary in BOUNDARIES:
         engine = build(config(2, passes=100, boundary=boundary, last_window="step", exchange_timeout=60))
-        stream = [] if dist.get_rank() else [Batch(), Batch()]
+        stream = [] if dist.get_rank() else [Batch(rollouts=2), Batch(rollouts=2)]
         for _ in engine.passes(stream, idle=Batch(), finish=False):
             engine.backward(forward(engine, 0))
             if boundary == "rollouts":
@@ -119,4 +113,4 @@ def counts_of_a_stream(folder):
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_micro_batches_of_passes_are_neither_given_nor_left_out(two_ranks, boundary):
     for results in two_ranks.of(counts_of_a_stream):
-        assert results[boundary] == 2 * Batch.rollouts + 1
+        assert results[boundary] == 2 * 2 + 1

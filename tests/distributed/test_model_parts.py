@@ -20,7 +20,6 @@ pytestmark = pytest.mark.ranks
 RATE, CLIP, STEPS, TARGET = 0.1, 0.2, 3, 4
 DIVIDED = {"up": 0, "down": 1}  # the dimension that each is divided along
 BF16 = {"bf16": {"enabled": True}}
-SHARED = "ranks that share a micro-batch passed different counts"
 
 
 class Mpu:
@@ -35,24 +34,14 @@ class Mpu:
         # Every rank makes all groups, in one order.
         of_model, of_data = [dist.new_group(its) for its in parts], [dist.new_group(its) for its in apart]
         self.model, self.data = of_model[dist.get_rank() // self.SIZE], of_data[dist.get_rank() % self.SIZE]
+        self.names("model_parallel", self.model)
+        self.names("data_parallel", self.data)
 
-    def get_model_parallel_group(self):
-        return self.model
-
-    def get_model_parallel_rank(self):
-        return dist.get_rank(self.model)
-
-    def get_model_parallel_world_size(self):
-        return self.SIZE
-
-    def get_data_parallel_group(self):
-        return self.data
-
-    def get_data_parallel_rank(self):
-        return dist.get_rank(self.data)
-
-    def get_data_parallel_world_size(self):
-        return dist.get_world_size(self.data)
+    def names(self, kind, group):
+        """Give a group the names by which DeepSpeed asks for it."""
+        setattr(self, f"get_{kind}_group", lambda: group)
+        setattr(self, f"get_{kind}_rank", lambda: dist.get_rank(group))
+        setattr(self, f"get_{kind}_world_size", lambda: dist.get_world_size(group))
 
 
 class Whole(torch.nn.Module):
@@ -99,21 +88,20 @@ class _Sum(torch.autograd.Function):
 
 @contextmanager
 def with_mpu():
-    """DeepSpeed remembers an mpu; the next test must not find it."""
-    before = groups.mpu
+    """DeepSpeed remembers an mpu, and the groups of hpZ; the next test must not find them."""
+    before = groups.mpu, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
     try:
         yield Mpu()
     finally:
-        groups.mpu = before
+        groups.mpu, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = before
 
 
-def build(stage, mpu, seed=0, keys=None, **keywords):
+def build(stage, mpu, seed=0, keys=None, model=None):
     made = {**config(stage, passes=TARGET), **(keys or {}), "gradient_clipping": CLIP}
     del made["scheduler"]
     made["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
-    model = keywords.pop("model", None) or (Part(mpu, seed) if mpu is not None else Whole(seed))
-    given = {"mpu": mpu, "model_parameters": list(model.parameters()), **keywords}
-    return ds_parity.initialize(model=model, config=made, **given)[0]
+    model = model or (Part(mpu, seed) if mpu is not None else Whole(seed))
+    return ds_parity.initialize(model=model, model_parameters=list(model.parameters()), config=made, mpu=mpu)[0]
 
 
 def sample(number):
@@ -152,19 +140,16 @@ def furthest(ones, others):
 
 def trained(engine, mpu):
     """Run micro-batches of which each data-parallel rank has another number, and return those of each step."""
-    ranks, own = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-    steps = []
-    for step in range(STEPS):
-        # The first data-parallel rank runs three of four, or all of them.
-        of_rank = [3, 1] if ranks == 2 else [TARGET]
-        first = step * TARGET
-        mine = range(first + sum(of_rank[:own]), first + sum(of_rank[: own + 1]))
-        for turn in range(max(of_rank)):
+    kind, steps = next(engine.module.parameters()).dtype, []
+    for first in range(0, STEPS * TARGET, TARGET):
+        # The first data-parallel rank runs three of four.
+        mine = range(first + 3, first + 4) if mpu.get_data_parallel_rank() else range(first, first + 3)
+        for turn in range(3):
             if turn < len(mine):
-                x = sample(mine[turn]).to(engine.device, next(engine.module.parameters()).dtype)
+                x = sample(mine[turn]).to(engine.device, kind)
                 engine.backward(engine(x).float().pow(2).mean(), rollouts=1)
             else:
-                engine.idle(engine(sample(0).to(engine.device, next(engine.module.parameters()).dtype)).sum())
+                engine.idle(engine(sample(0).to(engine.device, kind)).sum())
             engine.step()
         steps.append((engine.last_step.loss, engine.last_step.grad_norm, engine.last_step.rollouts))
     return steps
@@ -192,19 +177,13 @@ def steps_and_loads(folder, stage, keys):
     }
 
 
+KINDS = {"fp32": {}, "bf16": BF16}
+CELLS = {f"{stage} {kind}": (stage, KINDS[kind]) for stage in STAGES for kind in KINDS if stage or kind == "fp32"}
+
+
 @on_four_ranks
 def parts_of_two(folder):
-    return from_all(
-        {
-            f"{stage} {name}": steps_and_loads(f"{folder}/{stage}_{name}", stage, keys)
-            for stage in STAGES
-            for name, keys in (("fp32", {}), ("bf16", BF16))
-            if stage or name == "fp32"
-        }
-    )
-
-
-CELLS = [f"{stage} {name}" for stage in STAGES for name in ("fp32", "bf16") if stage or name == "fp32"]
+    return from_all({cell: steps_and_loads(f"{folder}/{cell}", *CELLS[cell]) for cell in CELLS})
 
 
 class TestPartsOfAModel:
@@ -251,7 +230,7 @@ def refusals(folder):
         mpu.get_pipe_parallel_world_size = lambda: 2
         said["stages"] = from_all(refusal(lambda: build(1, mpu)))
         del mpu.get_pipe_parallel_world_size
-        mpu.data = mpu.model
+        mpu.names("data_parallel", mpu.model)
         said["groups"] = from_all(refusal(lambda: build(1, mpu)))
     return said
 
@@ -259,32 +238,11 @@ def refusals(folder):
 class Sliced(Mpu):
     """Slices of a sequence on ranks that follow each other, and parts of a model on others."""
 
-    def get_sequence_parallel_group(self):
-        return self.model
-
-    def get_sequence_parallel_rank(self):
-        return dist.get_rank(self.model)
-
-    def get_sequence_parallel_world_size(self):
-        return self.SIZE
-
-    def get_sequence_data_parallel_group(self):
-        return dist.group.WORLD
-
-    def get_sequence_data_parallel_rank(self):
-        return dist.get_rank()
-
-    def get_sequence_data_parallel_world_size(self):
-        return dist.get_world_size()
-
-    def get_tensor_model_parallel_group(self):
-        return self.data
-
-    def get_tensor_model_parallel_world_size(self):
-        return dist.get_world_size(self.data)
-
-    def get_tensor_model_parallel_rank(self):
-        return dist.get_rank(self.data)
+    def __init__(self):
+        super().__init__()
+        self.names("sequence_parallel", self.model)
+        self.names("sequence_data_parallel", dist.group.WORLD)
+        self.names("tensor_model_parallel", self.data)
 
 
 class Undivided(Mpu):
@@ -292,8 +250,9 @@ class Undivided(Mpu):
 
     SIZE = 1
 
-    def get_model_parallel_group(self):
-        return None
+    def __init__(self):
+        super().__init__()
+        self.get_model_parallel_group = lambda: None
 
 
 @on_four_ranks
@@ -357,7 +316,7 @@ def test_parameters_are_divided_over_ranks_with_the_same_part_alone(four_ranks, 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("counts", f"RankDesyncError: {SHARED}: rank 0 Counts(rollouts=1"),
+        ("counts", "RankDesyncError: ranks that share a micro-batch passed different counts: rank 0 Counts(rollouts=1"),
         ("norm", "ConfigError: an mpu that divides the model over 2 ranks, on ZeRO stage 0 in fp16 or bf16 with SGD"),
         ("remembered", "ConfigError: no mpu is given, but an earlier engine of this process had one"),
         ("some", "RankDesyncError: ranks step together with others who do not with them: [0, 1]; [1]"),

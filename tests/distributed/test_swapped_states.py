@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
-from deepspeed.ops.op_builder import AsyncIOBuilder
 
+from ds_parity.parity.matrix.needed import LIBAIO, lacking
 from tests.distributed.cells import config
 from tests.distributed.engines import build, from_all, one_pass, refusal
 from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
-LIBAIO = AsyncIOBuilder().is_compatible(verbose=False)
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.05}}}
 
 
@@ -43,7 +42,7 @@ def swapped_states(folder):
     results = {"said": _said(engine, folder, "said")}
     engine.__wrapped__.optimizer.swap_optimizer = False
     engine.destroy()
-    if LIBAIO:
+    if not lacking([LIBAIO]):
         engine = _engine("nvme", f"{folder}/swapped")
         results["swapped"] = _said(engine, folder, "of NVMe")
         engine.destroy()
@@ -52,8 +51,8 @@ def swapped_states(folder):
 
 @pytest.mark.parametrize("kind", ["said", "swapped"])
 def test_neither_a_save_nor_a_load_of_swapped_states_is_taken_for_right(two_ranks, kind):
-    if kind == "swapped" and not LIBAIO:
-        pytest.skip("libaio can't be found here: install it with the system's packages")
+    if kind == "swapped" and (why := lacking([LIBAIO])):
+        pytest.skip(why)
     found = two_ranks.of(swapped_states)[kind]
     for name in ("save", "load"):
         for said in found[name]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from ds_parity.engine.internals.model_parts import (
+    divided_over,
     parts_of,
     refuse_other_partitions,
     refuse_slices_of_parts,
@@ -110,8 +111,8 @@ def members_of(engine: Engine, size: int) -> Members:
 
 def _by_data(engine: Engine) -> Members:
     group, parts = engine.data_parallel_group, parts_of(engine.mpu)
+    refuse_stages(engine)
     if engine.mpu is not None:
-        refuse_stages(engine)
         refuse_other_partitions(engine)
     ranks = dist.get_world_size(group)
     if len(parts) == 1:
@@ -149,7 +150,7 @@ def groups_of(engine: Engine) -> list[Any]:
     """
     held = [dist.group.WORLD, *_values(deepspeed.utils.groups), *_values(engine), *_values(engine.optimizer)]
     for parameter in engine.module.parameters():
-        held += [getattr(parameter, name, None) for name in ("ds_process_group", "ds_zero_param_process_group")]
+        held += divided_over(parameter)
     return list({id(one): one for one in held if isinstance(one, dist.ProcessGroup)}.values())
 
 

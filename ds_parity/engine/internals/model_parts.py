@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import deepspeed
 import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_group
 
 from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.internals.tensor_groups import refuse_norm_of_part
 from ds_parity.errors import ConfigError
 
 _GROUPS: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
@@ -67,6 +67,12 @@ def refuse_stages(engine: Engine) -> None:
         )
 
 
+def divided_over(parameter: Any) -> list[Any]:
+    """Return the process groups over which ZeRO 3 has divided a parameter, for its gradient and for its weights."""
+    held = (getattr(parameter, name, None) for name in ("ds_process_group", "ds_zero_param_process_group"))
+    return [group for group in held if group is not None]
+
+
 def refuse_other_partitions(engine: Engine) -> None:
     """Raise ConfigError where ZeRO 3 has divided a parameter over other ranks than sum its gradient.
 
@@ -74,16 +80,16 @@ def refuse_other_partitions(engine: Engine) -> None:
     other: they hold different parts of the model, or different models.
     """
     ours = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
-    for name, parameter in engine.module.named_parameters():
-        for over in (getattr(parameter, where, None) for where in ("ds_process_group", "ds_zero_param_process_group")):
-            its = ours if over is None else sorted(dist.get_process_group_ranks(over))
-            if not set(its) <= set(ours):
-                raise ConfigError(
-                    f"{name} is divided over ranks {its}, and the mpu sums gradients over ranks {ours}: weights of "
-                    "different models, or of different parts, would be mixed, without an error; build the model under "
-                    "zero.Init(data_parallel_group=mpu.get_data_parallel_group()), or without zero.Init, and leave "
-                    "zero_hpz_partition_size out"
-                )
+    named = {group: name for name, one in engine.module.named_parameters() for group in divided_over(one)}
+    for group, name in named.items():
+        its = sorted(dist.get_process_group_ranks(group))
+        if not set(its) <= set(ours):
+            raise ConfigError(
+                f"{name} is divided over ranks {its}, and the mpu sums gradients over ranks {ours}: weights of "
+                "different models, or of different parts, would be mixed, without an error; build the model under "
+                "zero.Init(data_parallel_group=mpu.get_data_parallel_group()), or without zero.Init, and leave "
+                "zero_hpz_partition_size out"
+            )
 
 
 def refuse_unproven(engine: Engine, parts: int) -> None:
@@ -94,32 +100,6 @@ def refuse_unproven(engine: Engine, parts: int) -> None:
         parts: how many ranks hold one model (>= 2).
     """
     asked = f"an mpu that divides the model over {parts} ranks"
-    if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer":
-        raise ConfigError(
-            f"{asked}, on ZeRO stage 0 in fp16 or bf16 with {type(engine.basic_optimizer).__name__}: DeepSpeed takes "
-            "the norm of the first rank's part of the model alone (runtime/fp16/unfused_optimizer.py, step), so that "
-            "clipping and the logged norm are wrong; use DeepSpeed's own Adam or AdamW (optimizer.type, without "
-            "torch_adam in its params), or ZeRO stage 1 or 2"
-        )
+    refuse_norm_of_part(engine, f"{asked},")
     if engine.has_moe_layers:
         raise ConfigError(f"{asked}, and experts: nobody has measured this; give the model no mpu, or no experts")
-
-
-def refuse_remembered_mpu() -> None:
-    """Raise ConfigError where an engine without an mpu would get the groups of an earlier one's mpu.
-
-    deepspeed.utils.groups keeps it (runtime/engine.py, _configure_distributed_model).
-    """
-    kept = deepspeed.utils.groups.mpu
-    if kept is None or kept is deepspeed.utils.groups or not hasattr(kept, "get_data_parallel_group"):
-        return
-    try:
-        ranks = dist.get_process_group_ranks(kept.get_data_parallel_group())
-    except KeyError:
-        ranks = []  # a group that was destroyed
-    if len(ranks) < dist.get_world_size():
-        raise ConfigError(
-            f"no mpu is given, but an earlier engine of this process had one, and deepspeed.utils.groups keeps it: "
-            f"DeepSpeed would sum gradients over its data-parallel ranks {ranks} alone, of {dist.get_world_size()}. "
-            "Pass that mpu again, or set deepspeed.utils.groups.mpu to None before initialize()"
-        )

@@ -109,7 +109,7 @@ def peers_of(engine: Engine, size: int) -> list[int]:
         raise ConfigError(
             f"tensor_parallel.autotp_size = {size}, but DeepSpeed took groups of {len(peers)} ranks: {_REMEMBERED}"
         )
-    _refuse_norm_of_part(engine)
+    refuse_norm_of_part(engine, f"tensor_parallel.autotp_size = {size}")
     _refuse_partial_norms(engine)
     return peers
 
@@ -118,7 +118,7 @@ def refuse_remembered() -> None:
     """Raise ConfigError where DeepSpeed would give an engine of the whole model the groups of an earlier one's parts.
 
     It would end in DeepSpeed's own AttributeError (runtime/engine.py, _configure_distributed_model). The earlier engine
-    had AutoTP, or was a pipeline.
+    had AutoTP, or was a pipeline. One with an mpu leaves its data-parallel ranks.
     """
     groups = deepspeed.utils.groups
     if groups.mpu is groups and groups.mesh_device is None:
@@ -133,6 +133,21 @@ def refuse_remembered() -> None:
             f"model= is no deepspeed.PipelineModule, but an earlier engine of this process was a pipeline of {stages} "
             "stages, and deepspeed.utils.groups keeps its groups: set deepspeed.utils.groups.mpu to None before "
             "initialize()"
+        )
+    if groups.mpu is not None and groups.mpu is not groups and hasattr(groups.mpu, "get_data_parallel_group"):
+        _refuse_fewer_ranks(groups.mpu)
+
+
+def _refuse_fewer_ranks(kept: Any) -> None:
+    try:
+        ranks = dist.get_process_group_ranks(kept.get_data_parallel_group())
+    except KeyError:
+        ranks = []  # a group that was destroyed
+    if len(ranks) < dist.get_world_size():
+        raise ConfigError(
+            f"no mpu is given, but an earlier engine of this process had one, and deepspeed.utils.groups keeps it: "
+            f"DeepSpeed would sum gradients over its data-parallel ranks {ranks} alone, of {dist.get_world_size()}. "
+            "Pass that mpu again, or set deepspeed.utils.groups.mpu to None before initialize()"
         )
 
 
@@ -181,11 +196,17 @@ def whole_where_it_saves(engine: Engine) -> Iterator[None]:
         yield
 
 
-def _refuse_norm_of_part(engine: Engine) -> None:
+def refuse_norm_of_part(engine: Engine, asked: str) -> None:
+    """Raise ConfigError where DeepSpeed takes the norm of one part of a divided model for that of all.
+
+    Args:
+        engine: the bare engine, whose ranks hold parts.
+        asked: what divides the model, as the message begins.
+    """
     if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer":
         kind = type(engine.basic_optimizer)
         raise ConfigError(
-            f"tensor_parallel.autotp_size = {engine.autotp_size()} on ZeRO stage 0 in fp16 or bf16 with "
+            f"{asked} on ZeRO stage 0 in fp16 or bf16 with "
             f"{kind.__name__}: DeepSpeed takes the norm of the first rank's part of the model alone "
             "(runtime/fp16/unfused_optimizer.py, step), so that clipping and the logged norm are wrong; use "
             "DeepSpeed's own Adam or AdamW (optimizer.type, without torch_adam in its params), or ZeRO stage 1, 2 or 3"
