@@ -13,6 +13,7 @@ from deepspeed.utils import groups
 import ds_parity
 from ds_parity.all_weights import every_weight
 from ds_parity.parity.running import weights
+from ds_parity.parity.running.half_precision import forget_hpz
 from ds_parity.parity.subjects.references.private_state import forget_tensor_groups
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import read_header
@@ -141,6 +142,33 @@ def refusals(folder):
 def test_what_cannot_be_right_is_refused_on_every_rank_with_the_reason(two_ranks, name, says):
     for said in two_ranks.of(refusals)[name]:
         assert said.startswith(f"ConfigError: {says}")
+
+
+@on_four_ranks
+def gathered_by_hpz(folder):
+    """Engines on ZeRO 3 with hpZ, behind one with it, and one that only runs forward."""
+    said, hpz = {}, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    try:
+        with forgetting():
+            said["of its own"] = from_all(refusal(lambda: build(divided_config(3, **hpz))))
+        forget_hpz()
+        with forgetting():
+            build({**config(3), **hpz}).destroy()
+            groups.mpu = None
+            said["of another"] = from_all(refusal(lambda: build(divided_config(3))))
+        with forgetting():
+            runs_forward = {key: value for key, value in divided_config(3).items() if key != "optimizer"}
+            said["forward only"] = from_all(refusal(lambda: build(runs_forward)))
+    finally:
+        forget_hpz()
+    return said
+
+
+@pytest.mark.parametrize("name", ["of its own", "of another", "forward only"])
+def test_hpz_does_not_gather_weights_of_other_parts(four_ranks, name):
+    """Two windows of bare DeepSpeed have norms of 1.0203 and 0.9961 then, where 1.0236 and 0.9976 are right."""
+    for said in four_ranks.of(gathered_by_hpz)[name]:
+        assert said.startswith("ConfigError: zero_hpz_partition_size, of this engine or of an earlier one of this")
 
 
 @on_four_ranks

@@ -296,6 +296,10 @@ def other_partitions(folder):
         with deepspeed.zero.Init():
             model = torch.nn.Linear(4, 4)
         said["zero.Init"] = from_all(refusal(lambda: build(3, mpu, model=model)))
+        runs_forward = {key: value for key, value in config(3).items() if key not in ("optimizer", "scheduler")}
+        said["forward only"] = from_all(
+            refusal(lambda: ds_parity.initialize(model=model, config=runs_forward, mpu=mpu))
+        )
         with deepspeed.zero.Init(data_parallel_group=mpu.get_data_parallel_group()):
             model = torch.nn.Linear(4, 4)
         said["right"] = from_all(refusal(lambda: build(3, mpu, model=model).destroy()))
@@ -304,13 +308,44 @@ def other_partitions(folder):
     return said
 
 
-@pytest.mark.parametrize("name", ["zero.Init", "hpZ"])
-def test_parameters_are_divided_over_ranks_with_the_same_part_alone(four_ranks, name):
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("zero.Init", "and the mpu sums gradients over ranks"),
+        ("forward only", "and the mpu sums gradients over ranks"),
+        ("hpZ", "and gradients are summed over ranks"),
+    ],
+)
+def test_parameters_are_divided_over_ranks_with_the_same_part_alone(four_ranks, name, says):
     found = four_ranks.of(other_partitions)
     assert found["right"] == ["nothing was raised"] * 4
     for said in found[name]:
         assert said.startswith("ConfigError: ")
-        assert "and the mpu sums gradients over ranks" in said
+        assert says in said
+
+
+@on_four_ranks
+def mixed_by_hpz(folder):
+    """What the first pass of bare DeepSpeed takes for the weight of a part, which is its number."""
+    with with_mpu() as mpu:
+        part = torch.nn.Linear(64, 1, bias=False)
+        torch.nn.init.constant_(part.weight, 1 + mpu.get_model_parallel_rank())
+        zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+        bare = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+        }
+        engine = deepspeed.initialize(model=part, model_parameters=part.parameters(), config=bare, mpu=mpu)[0]
+        found = engine(torch.ones(1, 64, device=engine.device)).mean().item() / 64
+        engine.destroy()
+        return from_all(found)
+
+
+def test_bare_deepspeed_mixes_parts_with_hpz_and_says_nothing(four_ranks):
+    """When this fails, DeepSpeed has changed: hpZ may be right beside AutoTP and an mpu (`refuse_mixed_parts`)."""
+    assert four_ranks.of(mixed_by_hpz) == [1.5] * 4  # parts 1 and 2
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from ds_parity.engine.internals.model_parts import (
     divided_over,
     parts_of,
-    refuse_other_partitions,
+    refuse_mixed_parts,
     refuse_slices_of_parts,
     refuse_stages,
     refuse_unproven,
@@ -89,6 +89,7 @@ def members_of(engine: Engine, size: int) -> Members:
     """
     if (tensor := max(1, engine.autotp_size())) > 1:
         own = peers_of(engine, tensor)
+        refuse_mixed_parts(engine)
         number, ranks = own.index(dist.get_rank()), dist.get_world_size() // tensor
         data_group = _data_group(engine, dist.group.WORLD, number, ranks)
         return Members(dist.group.WORLD, ranks, Peers(tensor, number, own[0]), data_group)
@@ -113,7 +114,7 @@ def _by_data(engine: Engine) -> Members:
     group, parts = engine.data_parallel_group, parts_of(engine.mpu)
     refuse_stages(engine)
     if engine.mpu is not None:
-        refuse_other_partitions(engine)
+        refuse_mixed_parts(engine)
     ranks = dist.get_world_size(group)
     if len(parts) == 1:
         return Members(group, ranks, Peers(), group)

@@ -7,6 +7,7 @@ ranks; tests/distributed/test_model_parts.py measures it again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.internals.tensor_groups import refuse_norm_of_part
 from ds_parity.errors import ConfigError
 
+# What ZeRO 3 leaves on a parameter: the group over which it divides its gradient, and that of hpZ.
+_GRADIENT: Final = "ds_process_group"
+_WEIGHTS: Final = "ds_zero_param_process_group"
 _GROUPS: Final = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
 
 
@@ -69,27 +73,57 @@ def refuse_stages(engine: Engine) -> None:
 
 def divided_over(parameter: Any) -> list[Any]:
     """Return the process groups over which ZeRO 3 has divided a parameter, for its gradient and for its weights."""
-    held = (getattr(parameter, name, None) for name in ("ds_process_group", "ds_zero_param_process_group"))
+    held = (getattr(parameter, name, None) for name in (_GRADIENT, _WEIGHTS))
     return [group for group in held if group is not None]
 
 
-def refuse_other_partitions(engine: Engine) -> None:
+def refuse_mixed_parts(engine: Engine) -> None:
+    """Raise ConfigError where an engine on ZeRO 3 would compute with a mixture of parts of the model.
+
+    Args:
+        engine: the bare engine, with AutoTP, or with an mpu without sequence parallelism.
+    """
+    if engine.autotp_size() <= 1:  # AutoTP divides what zero.Init has divided already as it should
+        _refuse_other_partitions(engine)
+    _refuse_copies_of_other_parts(engine)
+
+
+def _refuse_other_partitions(engine: Engine) -> None:
     """Raise ConfigError where ZeRO 3 has divided a parameter over other ranks than sum its gradient.
 
-    zero.Init takes all ranks, whatever the mpu (runtime/zero/partition_parameters.py), and hpZ ranks that follow each
-    other: they hold different parts of the model, or different models.
+    zero.Init takes all ranks, whatever the mpu (runtime/zero/partition_parameters.py): they hold different parts of the
+    model, or different models.
     """
+    for name, its, ours in _over_other_ranks(engine, _GRADIENT):
+        raise ConfigError(
+            f"{name} is divided over ranks {its}, and the mpu sums gradients over ranks {ours}: weights of "
+            "different models, or of different parts, would be mixed, without an error; build the model under "
+            "zero.Init(data_parallel_group=mpu.get_data_parallel_group()), or without zero.Init"
+        )
+
+
+def _refuse_copies_of_other_parts(engine: Engine) -> None:
+    """Raise ConfigError where hpZ gathers weights from ranks that hold other parts of the model.
+
+    It takes ranks that follow each other, whatever divides the model, and DeepSpeed keeps its group for all engines of
+    the process that are built later (utils/groups.py, `_create_zero_param_parallel_group`; runtime/zero/stage3.py).
+    """
+    for name, its, ours in _over_other_ranks(engine, _WEIGHTS):
+        raise ConfigError(
+            f"zero_hpz_partition_size, of this engine or of an earlier one of this process, gathers {name} from ranks "
+            f"{its}, and gradients are summed over ranks {ours}: weights of different parts of the model would be "
+            "mixed, without an error; leave zero_hpz_partition_size out, in a new process"
+        )
+
+
+def _over_other_ranks(engine: Engine, kind: str) -> Iterator[tuple[str, list[int], list[int]]]:
     ours = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
-    named = {group: name for name, one in engine.module.named_parameters() for group in divided_over(one)}
+    named = {getattr(one, kind, None): name for name, one in engine.module.named_parameters()}
+    named.pop(None, None)
     for group, name in named.items():
         its = sorted(dist.get_process_group_ranks(group))
         if not set(its) <= set(ours):
-            raise ConfigError(
-                f"{name} is divided over ranks {its}, and the mpu sums gradients over ranks {ours}: weights of "
-                "different models, or of different parts, would be mixed, without an error; build the model under "
-                "zero.Init(data_parallel_group=mpu.get_data_parallel_group()), or without zero.Init, and leave "
-                "zero_hpz_partition_size out"
-            )
+            yield name, its, ours
 
 
 def refuse_unproven(engine: Engine, parts: int) -> None:
