@@ -235,6 +235,23 @@ def refusals(folder):
     return said
 
 
+@on_two_ranks
+def limits(folder):
+    """Seconds that the sum over a model's parts may take inside a forward, and behind it."""
+    with with_mpu() as mpu:
+        engine = build(0, mpu, keys={"ds_parity": {"exchange_timeout": 17}})
+        backend, inside = mpu.model._get_backend(torch.device("cpu")), []
+        engine.module.register_forward_hook(lambda *_: inside.append(backend.options._timeout.total_seconds()))
+        engine(sample(0).to(engine.device))
+        engine.destroy()
+        return from_all([*inside, backend.options._timeout.total_seconds()])
+
+
+def test_a_rank_waits_for_another_part_no_longer_than_for_another_pass(two_ranks):
+    for inside, behind in two_ranks.of(limits):
+        assert inside == 17 < behind
+
+
 class Sliced(Mpu):
     """Slices of a sequence on ranks that follow each other, and parts of a model on others."""
 

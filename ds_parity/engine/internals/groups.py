@@ -143,13 +143,15 @@ def _data_group(engine: Engine, group: Any, number: int, ranks: int) -> Any:
 def groups_of(engine: Engine) -> list[Any]:
     """Return the process groups of this rank that DeepSpeed may communicate over in a pass.
 
-    They are whatever groups the engine, its optimizer's wrapper, the parameters of ZeRO 3 and DeepSpeed's own registry
-    hold: found by type, because their names differ by stage, and between an mpu, experts and hpZ.
+    They are whatever groups the engine, its mpu, its optimizer's wrapper, the parameters of ZeRO 3 and DeepSpeed's own
+    registry hold: found by type, because their names differ by stage, and between an mpu, experts and hpZ.
 
     Args:
         engine: the bare engine.
     """
-    held = [dist.group.WORLD, *_values(deepspeed.utils.groups), *_values(engine), *_values(engine.optimizer)]
+    held = [dist.group.WORLD]
+    for owner in (deepspeed.utils.groups, engine, engine.mpu, engine.optimizer):
+        held += _values(owner)
     for parameter in engine.module.parameters():
         held += divided_over(parameter)
     return list({id(one): one for one in held if isinstance(one, dist.ProcessGroup)}.values())
