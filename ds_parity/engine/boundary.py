@@ -43,23 +43,28 @@ class Boundary:
         self._adapter = adapter
         self._corrects_every_step = adapter.corrects_every_step
         self._by_rollout = by_rollout
+        self._scheduled: RolloutSchedule | None = None
         self.schedule()  # from the start on, the engine has the scheduler that moves by rollouts
 
     def schedule(self) -> RolloutSchedule | None:
         """Return the scheduler that moves by rollouts, None where it moves by steps or there is none.
 
-        A loop may put another scheduler in the place of the engine's at any time: that one then moves by rollouts.
+        A loop may put another scheduler in the place of the engine's at any time: that one then moves by rollouts. One
+        that was taken away from the engine (`engine.lr_scheduler = None`) is the loop's to step, as Lightning does.
 
         Raises:
             ConfigError: that one can't be moved by rollouts.
         """
         scheduler = self._engine.lr_scheduler
-        if not self._by_rollout or scheduler is None:
+        if not self._by_rollout:
             return None
+        if scheduler is None:
+            return self._scheduled
         if not isinstance(scheduler, RolloutSchedule):
             self._engine.lr_scheduler = scheduler = RolloutSchedule(scheduler)
             if self.finished is not None:
                 scheduler.goes_on_from_its_own_step()
+        self._scheduled = scheduler
         return scheduler
 
     def mark(self, boundary: bool) -> None:
@@ -106,6 +111,8 @@ class Boundary:
         if applied := engine.was_step_applied():
             self._adapter.moved.count(self._adapter.groups())
         self._settle(lr, sums, applied=applied)
+        if schedule is not None and engine.lr_scheduler is None:
+            schedule.advance_to(self._ledger.progress)  # the loop steps it, when it likes
 
     def skip(self) -> None:
         """Close a window that has no weight: no step, and a warning."""

@@ -288,7 +288,7 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Go to the position last given to `advance_to`; what is passed here is the caller's step count, and unused.
 
-        A loop that steps the scheduler itself finds it there already, or at its start.
+        A loop that steps the engine's scheduler itself finds it there already, or at its start.
         """
         if self._self_progress is not None:
             self._place(self._self_progress)
@@ -301,6 +301,8 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
     def resume_at(self, progress: Progress) -> None:
         """Take `progress` as reached already: the scheduler's own state came from a checkpoint."""
         self._self_taken = progress.whole
+        if self._self_progress is not None:
+            self._self_progress = progress
 
     def _place(self, progress: Progress) -> None:
         scheduler = self.__wrapped__
