@@ -153,14 +153,21 @@ def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any], gather: Ga
 def _remove_left_over(saving: Saving, names: Collection[str]) -> None:
     folder = Path(saving.save_dir) / saving.tag
     try:
-        remove_left_over(folder, names)
+        others = remove_left_over(folder, names)
     except OSError as error:
         _LOG.warning(
-            "a file of a rank that an earlier save under the tag %r had, and this one has not, could not be removed "
-            "(%s): remove zero_pp_rank_* of ranks that this run has not from %s before it is converted",
+            "a file that an earlier save under the tag %r has left could not be removed (%s): remove the files of "
+            "mp_rank_* in %s that are older than this save before it is loaded or converted",
             saving.tag,
             in_short(error),
             folder,
+        )
+        return
+    if others and dist.get_rank() == 0:
+        _LOG.warning(
+            "%s was written since this process began, by another engine than ds_parity's, on another ZeRO stage: it is "
+            "left, but a conversion takes it for a part of this save; give each engine a folder of its own",
+            folder / others[0],
         )
 
 

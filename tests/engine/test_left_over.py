@@ -1,5 +1,7 @@
 """Files that a save removes: of ranks that it has not, and of nobody else."""
 
+import os
+
 import pytest
 
 from ds_parity.engine.internals.left_over import remove_left_over
@@ -33,10 +35,54 @@ def test_a_file_of_a_rank_that_has_not_saved_is_removed(tmp_path, name, removed)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*WRITTEN, *([] if removed else [name])])
 
 
-def test_a_save_that_has_no_files_of_ranks_removes_nothing(tmp_path):
-    (tmp_path / WRITTEN[0]).touch()
-    remove_left_over(tmp_path, ["mp_rank_00_model_states.pt"])
-    assert (tmp_path / WRITTEN[0]).exists()
+WHOLE = ["mp_rank_00_model_states.pt"]
+SUMMED = [*WHOLE, "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        (WRITTEN, WHOLE),
+        (WHOLE, WRITTEN),
+        (WHOLE, ["zero_pp_rank_0_mp_rank_00_optim_states.pt"]),
+        (SUMMED, ["zero_pp_rank_0_mp_rank_00_model_states.pt"]),
+    ],
+)
+class TestFilesOfAnotherStage:
+    """A ZeRO stage that writes files of other kinds under a tag."""
+
+    def test_those_of_an_earlier_run_are_removed(self, tmp_path, written, names):
+        for one in [*written, *names]:
+            (tmp_path / one).touch()
+        for one in names:
+            os.utime(tmp_path / one, (0, 0))
+        assert remove_left_over(tmp_path, written) == []
+        assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
+
+    def test_those_that_another_engine_may_have_saved_are_told(self, tmp_path, written, names):
+        for one in [*written, *names]:
+            (tmp_path / one).touch()
+        assert remove_left_over(tmp_path, written) == sorted(names)
+        assert remove_left_over(tmp_path, written) == sorted(names)
+        assert len(list(tmp_path.iterdir())) == len([*written, *names])
+
+    def test_those_of_an_earlier_save_of_this_process_are_removed(self, tmp_path, written, names):
+        first = [*(WHOLE if "optim" in names[0] else []), *names]
+        for one in first:
+            (tmp_path / one).touch()
+        remove_left_over(tmp_path, first)
+        for one in written:
+            (tmp_path / one).touch()
+        assert remove_left_over(tmp_path, written) == []
+        assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
+
+    def test_those_of_another_part_of_the_model_stay(self, tmp_path, written, names):
+        others = [one.replace("mp_rank_00", "mp_rank_01") for one in names]
+        for one in [*written, *others]:
+            (tmp_path / one).touch()
+            os.utime(tmp_path / one, (0, 0))
+        assert remove_left_over(tmp_path, written) == []
+        assert len(list(tmp_path.iterdir())) == len([*written, *others])
 
 
 def test_what_cannot_be_removed_keeps_nothing_else(tmp_path):
