@@ -74,6 +74,8 @@ class FrameworkEngine(ParityEngine):
         self._self_short = _Short()
         self._self_driver.on_resume.append(self._self_short.forget)
         self._self_undivided: Divided | None = None
+        # Whether it is settled who accumulates where step() alone ends windows.
+        self._self_accumulates = not settings.by_caller
 
     def undivide(self, divided: Divided) -> None:
         """Take the next loss times what it was divided by, and divide by the step's total instead.
@@ -93,6 +95,7 @@ class FrameworkEngine(ParityEngine):
         """
         self._refuse_inside_passes()
         if self._self_settings.by_caller:
+            self._self_accumulates = True
             super().set_gradient_accumulation_boundary(is_boundary)
             return
         if self._self_said is None:
@@ -164,11 +167,31 @@ class FrameworkEngine(ParityEngine):
         return scaled
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """End the window that the last `backward` closed; of no effect after one inside a window, which has ended."""
+        """End the window that the last `backward` closed; of no effect after one inside a window, which has ended.
+
+        Raises:
+            WindowError: under `boundary` `caller` the first `step()` comes before as many passes as the configuration
+                accumulates, from a framework that has said nothing of where windows end.
+        """
         if self._self_ended:
             self._self_ended = False
-        else:
-            super().step(lr_kwargs)
+            return
+        if not self._self_accumulates:
+            with self._self_driver.telling():
+                self._refuse_step_of_every_pass()
+        super().step(lr_kwargs)
+        self._self_accumulates = True
+
+    def _refuse_step_of_every_pass(self) -> None:
+        passes, whole = self._self_driver.ledger.window.passes, self.gradient_accumulation_steps()
+        if 0 < passes < whole:
+            raise WindowError(
+                f"the first step() behind {passes} of {whole} passes: with ds_parity.boundary 'caller' each step() "
+                f"ends a window, and gradient_accumulation_passes = {self._self_settings.passes} asks for {whole} "
+                "passes a rank in each. A framework that calls step() after every pass, because DeepSpeed accumulates "
+                "(Lightning), needs ds_parity.boundary left out; a loop that ends windows of any length needs "
+                "gradient_accumulation_passes left out"
+            )
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current pass ends its window: what the framework has said last, as in DeepSpeed.

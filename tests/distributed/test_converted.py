@@ -45,3 +45,60 @@ def test_a_pass_in_another_type_than_the_engines_is_refused(two_ranks, stage):
         else:
             assert stage == 3
             assert said == "nothing was raised"
+
+
+SUMMED = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def _there_and_back(model):
+    model.double()
+    model.to(torch.bfloat16)
+
+
+def _given_new_memory(model):
+    for one in model.parameters():
+        one.data = one.data.clone()
+
+
+MOVES = {"not": lambda model: None, "converted": _there_and_back, "given new memory": _given_new_memory}
+
+
+def _bf16_window(engine, seed):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(engine.device, torch.bfloat16)
+    engine.backward(engine(x).float().pow(2).mean())
+    engine.step()
+
+
+def _flat(engine):
+    return torch.cat([one.detach().float().flatten() for one in engine.module.parameters()]).tolist()
+
+
+@on_two_ranks
+def moved(folder):
+    """By move: weights behind two windows and two more, and behind a load in whose window they were moved again."""
+    found = {}
+    for name, move in MOVES.items():
+        engine = build({**config(1, passes=2), **SUMMED})
+        weights = []
+        for seed in range(4):
+            if seed == 2:
+                move(engine.module)
+                engine.save_checkpoint(f"{folder}/{name}", tag="two")
+            _bf16_window(engine, seed)
+            weights.append(_flat(engine))
+        move(engine.module)
+        engine.load_checkpoint(f"{folder}/{name}", tag="two")
+        loaded = _flat(engine)
+        _bf16_window(engine, 2)
+        found[name] = [weights, loaded, _flat(engine)]
+        engine.destroy()
+    return from_all(found)
+
+
+@pytest.mark.parametrize("name", list(MOVES)[1:])
+def test_weights_that_were_moved_and_came_back_are_trained_on(two_ranks, name):
+    """ZeRO 1 in bf16, summed in fp32: bare DeepSpeed steps them no more."""
+    for found in two_ranks.of(moved):
+        assert found[name] == found["not"]
+        weights, loaded, again = found[name]
+        assert weights[1] == loaded != again == weights[2] != weights[3]

@@ -132,6 +132,8 @@ def framework_refusals(folder):
         "mixed": mixed(),
         "scheduler out of reach": out_of_reach(),
         "inside passes": inside_passes(),
+        "every pass, caller": every_pass(2 * PASSES),
+        "every pass, caller decides": every_pass(None),
     }
 
 
@@ -149,6 +151,17 @@ def out_of_reach():
     with ds_parity.install():
         engine = opened(extended)
         return [refusal(lambda: engine.set_gradient_accumulation_boundary(False))]
+
+
+def every_pass(passes):
+    """step() in every pass, as Lightning calls it, where step() ends windows."""
+    extended = {**config(2, passes=passes or 1), "ds_parity": {"boundary": "caller"}}
+    if passes is None:
+        del extended["gradient_accumulation_passes"]
+    with ds_parity.install():
+        engine = opened(extended)
+        engine.backward(forward(engine, dist.get_rank()))
+        return [refusal(engine.step)]
 
 
 def inside_passes():
@@ -177,6 +190,8 @@ REFUSALS = {
     "counted": ["nothing was raised"],
     "mixed": ["WindowError", "backward(scale_wrt_gas=True) after backward(scale_wrt_gas=False)"],
     "scheduler out of reach": ["ConfigError", "lr_progress is 'rollout'"],
+    "every pass, caller": ["WindowError", "the first step() behind 1 of 3 passes", "boundary left out"],
+    "every pass, caller decides": ["nothing was raised"],
     "inside passes": ["WindowError", "set_gradient_accumulation_boundary()", "inside passes()"],
 }
 

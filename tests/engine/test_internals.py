@@ -58,6 +58,7 @@ OTHERS = {
         "__wrapped__",
         "_will_engine_execute_node",
         "autograd",
+        "difference_update",
         "clear_autocast_cache",
         "enable_grad",
         "encode",
@@ -75,6 +76,8 @@ OTHERS = {
         "next_functions",
         "register_hook",
     ),
+    *("data_ptr", "put_back"),
+    *("resolve", "st_mtime", "stat", "time"),  # of files and their age
     *("renamed", "saves"),  # of our own Files
     *(
         "Size",

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.kept import note_gradients
 from ds_parity.engine.internals.surface import Bf16Optimizer, Parameter
@@ -18,6 +20,25 @@ class Bf16(Adapter):
     def _optimizer(self) -> Bf16Optimizer:
         optimizer: Bf16Optimizer = self.engine.optimizer
         return optimizer
+
+    # Of each parameter: its place in DeepSpeed's flat buffers, which a step copies the weights into.
+    _places: tuple[tuple[Parameter, torch.Tensor], ...] = ()
+
+    def put_back(self) -> None:
+        """Give parameters their places in the flat buffers again, with the values that they have.
+
+        `model.to(...)` there and back, and `parameter.data = tensor`, give them memory of their own, which no step of
+        DeepSpeed's reaches: they would be trained no more, without an error (0.19.8, measured by tests/distributed/
+        test_converted.py). The other wrappers give them theirs in each step.
+        """
+        for parameter, place in self._places:
+            alike = parameter.shape == place.shape and parameter.dtype == place.dtype
+            if alike and parameter.device == place.device and parameter.data_ptr() != place.data_ptr():
+                place.copy_(parameter.detach())
+                parameter.data = place
+
+    def _note_places(self) -> None:
+        self._places = tuple((one, one.data) for group in self._optimizer.bf16_groups for one in group)
 
     def show_stepped_weights(self) -> None:
         """Copy the weights in fp32 to the model's, on every rank."""
@@ -32,6 +53,7 @@ class Bf16(Adapter):
 
         Ranks would clip by norms of their own, and weights would differ (bf16_optimizer.py, get_grads_for_norm).
         """
+        self.put_back()
         self._optimizer.fp32_groups_has_gradients = [
             [True] * len(group) for group in self._optimizer.fp32_groups_has_gradients
         ]
@@ -46,6 +68,7 @@ class Bf16(Adapter):
         then, because `end_backward` has cleared them.
         """
         super().prepare()
+        self._note_places()
         optimizer = self._optimizer
         optimizer.backward_prologue = _nothing
         if optimizer.immediate_grad_update:
@@ -62,6 +85,7 @@ class Bf16(Adapter):
 
     def prepare_pipeline(self) -> None:
         """Let the columns of a pipeline clip by one norm, whatever each has used."""
+        self._note_places()
         given = self._optimizer.get_grads_for_norm
 
         def get_grads_for_norm(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Parameters that `model.to(dtype)` has converted since the engine was built: for one window, without an error.
 
 On ZeRO 1 and 2 passes compute in that type until the next step, in which DeepSpeed writes its own weights back, in the
-old type; on ZeRO 0 torch or DeepSpeed raises somewhere inside. Converted there and back, all is as it was. Measured in
-DeepSpeed 0.19.8 by tests/distributed/test_converted.py.
+old type; on ZeRO 0 torch or DeepSpeed raises somewhere inside. Converted there and back, all is as it was, but for
+BF16_Optimizer's (`Bf16.put_back`). Measured in DeepSpeed 0.19.8 by tests/distributed/test_converted.py.
 """
 
 from __future__ import annotations

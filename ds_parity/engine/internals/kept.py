@@ -131,6 +131,7 @@ class KeptGradients:
 
     def note_use(self) -> None:
         """Note that the engine is in use: it is saved or loaded."""
+        self._adapter.put_back()
         self._newcomers.use()
 
     def refuse_newcomers(self) -> None:
