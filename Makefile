@@ -136,7 +136,7 @@ $(READY): setup.cfg constraints.txt
 	touch $@
 
 $(VENV)/.ready-hf: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,lightning]'
 	touch $@
 
 $(VENV)-docs/.ready: docs/requirements.txt constraints.txt
