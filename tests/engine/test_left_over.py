@@ -76,6 +76,17 @@ class TestFilesOfAnotherStage:
         assert remove_left_over(tmp_path, written) == []
         assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
 
+    def test_those_that_another_engine_has_saved_over_ours_are_told(self, tmp_path, written, names):
+        first = [*(WHOLE if "optim" in names[0] else []), *names]
+        for one in first:
+            (tmp_path / one).touch()
+        remove_left_over(tmp_path, first)
+        for one in [*written, *names]:
+            (tmp_path / one).touch()
+            os.utime(tmp_path / one, (2**32, 2**32))
+        assert remove_left_over(tmp_path, written) == sorted(names)
+        assert len(list(tmp_path.iterdir())) == len({*written, *names})
+
     def test_those_of_another_part_of_the_model_stay(self, tmp_path, written, names):
         others = [one.replace("mp_rank_00", "mp_rank_01") for one in names]
         for one in [*written, *others]:
@@ -83,6 +94,16 @@ class TestFilesOfAnotherStage:
             os.utime(tmp_path / one, (0, 0))
         assert remove_left_over(tmp_path, written) == []
         assert len(list(tmp_path.iterdir())) == len([*written, *others])
+
+
+def test_what_belongs_to_another_engine_s_files_stays_with_them(tmp_path):
+    """Of ZeRO 1 in bf16, beside ZeRO 3 in fp32: the model's file of the one, and so its optimizer's file."""
+    written = [f"zero_pp_rank_0_mp_rank_00_{what}_states.pt" for what in ("model", "optim")]
+    theirs = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", *WHOLE]
+    for one in [*written, *theirs]:
+        (tmp_path / one).touch()
+    assert remove_left_over(tmp_path, written) == theirs
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_what_cannot_be_removed_keeps_nothing_else(tmp_path):

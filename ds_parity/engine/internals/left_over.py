@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
+
+import psutil  # type: ignore[import-untyped]
 
 _FILE: Final = re.compile(r"(?:((?:bf16_)?)zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _Kind = tuple[str | None, str, str]
 """What stands before `zero_pp_rank_` (None: the file is no rank's), the part of the model, and what the file has."""
 
-_BEGAN: Final = time.time()
-_SAVED: Final[dict[Path, set[_Kind]]] = {}
-"""The kinds of files that engines of this process have saved in a folder."""
+_SAVED: Final[dict[Path, dict[str, int]]] = {}
+"""By folder: the files that engines of this process have saved there, and when each was changed (in ns)."""
 
 
 def remove_left_over(folder: Path, names: Collection[str]) -> list[str]:
@@ -32,42 +32,68 @@ def remove_left_over(folder: Path, names: Collection[str]) -> list[str]:
         names: of the files that all ranks have written.
 
     Returns:
-        Names of files of another ZeRO stage that were written since this process began, and not by ds_parity.
+        Names of files that an engine which ds_parity knows nothing of has saved since this process began: those of
+        another ZeRO stage, and what belongs to them.
 
     Raises:
         OSError: one can't be removed; all others are.
     """
-    last: dict[_Kind, int] = {}
-    for match in filter(None, map(_FILE.fullmatch, names)):
-        kind = _kind(match)
-        last[kind] = max(last.get(kind, 0), _rank(match))
-    before, errors, others = _SAVED.setdefault(folder.resolve(), set()), [], []
-    for file, match in _matching(folder):
-        kind = _kind(match)
+    written = _Written(names)
+    there = {file: match for file in sorted(folder.iterdir()) if (match := _FILE.fullmatch(file.name))}
+    strays = {file for file, match in there.items() if written.are_of_another_stage(_kind(match))}
+    before, errors = _SAVED.get(folder.resolve(), {}), []
+    others = {file for file in strays if not _may_go(file, before)}
+    of_others = {there[file][3] for file in others}
+    for file, match in there.items():
+        if file in others or not (file in strays or written.have_replaced(_kind(match), _rank(match))):
+            continue
+        if match[3] in of_others and not _may_go(file, before):
+            others.add(file)
+            continue
         try:
-            if _of_another_stage(kind, last):
-                # An engine that ds_parity knows nothing of may have saved it here just now.
-                if kind in before or file.stat().st_mtime < _BEGAN:
-                    file.unlink()
-                else:
-                    others.append(file.name)
-            elif _replaced(kind, _rank(match), last):
-                file.unlink()
-        except FileNotFoundError:  # other ranks do the same
-            pass
+            file.unlink(missing_ok=True)  # other ranks do the same
         except OSError as error:
             errors.append(error)
-    before.difference_update({kind for kind in before if _of_another_stage(kind, last)})
-    before.update(last)
+    _SAVED[folder.resolve()] = {name: (folder / name).stat().st_mtime_ns for name in names if (folder / name).exists()}
     if errors:
         raise errors[0]
-    return sorted(others)
+    return sorted(file.name for file in others)
 
 
-def _matching(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    for file in folder.iterdir():
-        if match := _FILE.fullmatch(file.name):
-            yield file, match
+class _Written:
+    """What a save has written: of which kinds, and up to which rank.
+
+    Ranks that hold another part of the model may save under the tag as well, and say nothing here.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._last: dict[_Kind, int] = {}
+        for match in filter(None, map(_FILE.fullmatch, names)):
+            kind = _kind(match)
+            self._last[kind] = max(self._last.get(kind, 0), _rank(match))
+
+    def _of(self, part: str, what: str) -> dict[str | None, int]:
+        return {one[0]: rank for one, rank in self._last.items() if one[1:] == (part, what)}
+
+    def are_of_another_stage(self, kind: _Kind) -> bool:
+        prefix, part, what = kind
+        models = self._of(part, "model")
+        if what == "model":  # a file for each rank on ZeRO 3, and one for all on the others
+            return bool(models) and all((one is None) != (prefix is None) for one in models)
+        return bool(models) and not self._of(part, "optim")  # ZeRO 0 has none
+
+    def have_replaced(self, kind: _Kind, rank: int) -> bool:
+        prefix, part, what = kind
+        alike = self._of(part, what)
+        return prefix is not None and bool(alike) and (prefix not in alike or rank > alike[prefix])
+
+
+def _may_go(file: Path, before: dict[str, int]) -> bool:
+    try:
+        changed = file.stat().st_mtime_ns
+    except FileNotFoundError:  # another rank has removed it
+        return True
+    return changed == before.get(file.name) or changed < psutil.Process().create_time() * 1e9
 
 
 def _kind(match: re.Match[str]) -> _Kind:
@@ -76,18 +102,3 @@ def _kind(match: re.Match[str]) -> _Kind:
 
 def _rank(match: re.Match[str]) -> int:
     return int(match[2] or 0)
-
-
-def _of_another_stage(kind: _Kind, last: Collection[_Kind]) -> bool:
-    prefix, part, what = kind
-    # Ranks that hold another part of the model may save under the tag as well, and say nothing here.
-    models = [one for one in last if one[1:] == (part, "model")]
-    if what == "model":  # a file for each rank on ZeRO 3, and one for all on the others
-        return bool(models) and all((one[0] is None) != (prefix is None) for one in models)
-    return bool(models) and all(one[1:] != (part, "optim") for one in last)  # ZeRO 0 has none
-
-
-def _replaced(kind: _Kind, rank: int, last: dict[_Kind, int]) -> bool:
-    prefix, *of = kind
-    found = [(one[0], number) for one, number in last.items() if list(one[1:]) == of]
-    return prefix is not None and bool(found) and all(one != prefix or rank > number for one, number in found)
