@@ -60,6 +60,16 @@ def _given_new_memory(model):
         one.data = one.data.clone()
 
 
+def _swapped_for_saving(model):
+    """As an average of weights is swapped in, saved, and taken out again, by reference."""
+    kept = [one.data for one in model.parameters()]
+    for one in model.parameters():
+        one.data = torch.zeros_like(one)
+    yield
+    for one, values in zip(model.parameters(), kept, strict=True):
+        one.data = values
+
+
 MOVES = {"not": lambda model: None, "converted": _there_and_back, "given new memory": _given_new_memory}
 
 
@@ -92,6 +102,16 @@ def moved(folder):
         _bf16_window(engine, 2)
         found[name] = [weights, loaded, _flat(engine)]
         engine.destroy()
+    engine = build({**config(1, passes=2), **SUMMED})
+    _bf16_window(engine, 0)
+    before, swap = _flat(engine), _swapped_for_saving(engine.module)
+    next(swap)
+    engine.save_checkpoint(f"{folder}/swapped", tag="zeros")
+    next(swap, None)
+    found["swapped"] = [before, _flat(engine)]
+    engine.load_checkpoint(f"{folder}/swapped", tag="zeros", load_optimizer_states=False)
+    found["swapped"] += [_flat(engine)]
+    engine.destroy()
     return from_all(found)
 
 
@@ -102,3 +122,10 @@ def test_weights_that_were_moved_and_came_back_are_trained_on(two_ranks, name):
         assert found[name] == found["not"]
         weights, loaded, again = found[name]
         assert weights[1] == loaded != again == weights[2] != weights[3]
+
+
+def test_weights_that_were_swapped_for_a_save_come_back(two_ranks):
+    for found in two_ranks.of(moved):
+        before, behind, loaded = found["swapped"]
+        assert before == behind
+        assert not any(loaded)

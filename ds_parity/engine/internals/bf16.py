@@ -10,6 +10,7 @@ import torch
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.kept import note_gradients
+from ds_parity.engine.internals.linked_states import keep_states_linked
 from ds_parity.engine.internals.surface import Bf16Optimizer, Parameter
 
 
@@ -25,20 +26,28 @@ class Bf16(Adapter):
     _places: tuple[tuple[Parameter, torch.Tensor], ...] = ()
 
     def put_back(self) -> None:
-        """Give parameters their places in the flat buffers again, with the values that they have.
+        """Give parameters their places in the flat buffers again.
 
         `model.to(...)` there and back, and `parameter.data = tensor`, give them memory of their own, which no step of
         DeepSpeed's reaches: they would be trained no more, without an error (0.19.8, measured by tests/distributed/
-        test_converted.py). The other wrappers give them theirs in each step.
+        test_converted.py). The other wrappers give them theirs in each step. Nothing is copied into a place: a loop may
+        have kept it, to put it back itself.
         """
         for parameter, place in self._places:
             alike = parameter.shape == place.shape and parameter.dtype == place.dtype
             if alike and parameter.device == place.device and parameter.data_ptr() != place.data_ptr():
-                place.copy_(parameter.detach())
                 parameter.data = place
 
-    def _note_places(self) -> None:
-        self._places = tuple((one, one.data) for group in self._optimizer.bf16_groups for one in group)
+    def _follow_places(self) -> None:
+        optimizer = self._optimizer
+        self._places = tuple((one, one.data) for group in optimizer.bf16_groups for one in group)
+        update = optimizer.update_lp_params
+
+        def update_lp_params() -> None:
+            update()
+            self.put_back()  # a step has written the weights there
+
+        optimizer.update_lp_params = update_lp_params  # type: ignore[method-assign]
 
     def show_stepped_weights(self) -> None:
         """Copy the weights in fp32 to the model's, on every rank."""
@@ -53,7 +62,6 @@ class Bf16(Adapter):
 
         Ranks would clip by norms of their own, and weights would differ (bf16_optimizer.py, get_grads_for_norm).
         """
-        self.put_back()
         self._optimizer.fp32_groups_has_gradients = [
             [True] * len(group) for group in self._optimizer.fp32_groups_has_gradients
         ]
@@ -68,8 +76,9 @@ class Bf16(Adapter):
         then, because `end_backward` has cleared them.
         """
         super().prepare()
-        self._note_places()
+        self._follow_places()
         optimizer = self._optimizer
+        keep_states_linked(optimizer, optimizer.fp32_groups_flat_partition)
         optimizer.backward_prologue = _nothing
         if optimizer.immediate_grad_update:
             accumulate = optimizer.accumulate_hp_grads_and_remove_lp
@@ -85,7 +94,8 @@ class Bf16(Adapter):
 
     def prepare_pipeline(self) -> None:
         """Let the columns of a pipeline clip by one norm, whatever each has used."""
-        self._note_places()
+        self._follow_places()
+        keep_states_linked(self._optimizer, self._optimizer.fp32_groups_flat_partition)
         given = self._optimizer.get_grads_for_norm
 
         def get_grads_for_norm(*args: Any, **kwargs: Any) -> Any:

@@ -43,6 +43,7 @@ CLASSES = {
     "Engine": (ENGINE,),
     "ZeroOptimizer": (ZERO12, ZERO3),
     "Zero12Optimizer": (ZERO12,),
+    "LinkedOptimizer": (ZERO12, BF16),
     "Zero3Optimizer": (ZERO3,),
     "Bf16Optimizer": (BF16,),
     "LowPrecisionOptimizer": (FP16, UNFUSED),

@@ -131,7 +131,6 @@ class KeptGradients:
 
     def note_use(self) -> None:
         """Note that the engine is in use: it is saved or loaded."""
-        self._adapter.put_back()
         self._newcomers.use()
 
     def refuse_newcomers(self) -> None:

@@ -243,7 +243,20 @@ class Zero12Parameter(Protocol):
         """Write a loop's own gradient of a step: `safe_set_full_grad`."""
 
 
-class Zero12Optimizer(ZeroOptimizer, Protocol):
+class LinkedOptimizer(Protocol):
+    """A wrapper of ZeRO 1 or 2, which links parameters to their part of what it steps."""
+
+    optimizer: Any
+    _hp_optimizer_states_linked: bool
+
+    def _link_all_hp_params(self) -> None:
+        """Link every parameter to its part of the weights in fp32, and to the gradient of that."""
+
+    def _lazy_init_hp_params_optimizer_state(self) -> None:
+        """Link every parameter to its part of the optimizer's states, the first time."""
+
+
+class Zero12Optimizer(ZeroOptimizer, LinkedOptimizer, Protocol):
     """DeepSpeedZeroOptimizer: ZeRO 1 and 2."""
 
     cpu_offload: bool
@@ -268,9 +281,6 @@ class Zero12Optimizer(ZeroOptimizer, Protocol):
 
     def reset_cpu_buffers(self) -> None:
         """Forget the norms and overflows of offloaded gradients."""
-
-    def _link_all_hp_params(self) -> None:
-        """Link every parameter to its part of the optimizer's state, and to the gradient of that."""
 
     def setup_buckets(self) -> None:
         """Begin a pass."""
@@ -380,7 +390,7 @@ class Zero3Optimizer(ZeroOptimizer, Protocol):
         """Throw gradients away."""
 
 
-class Bf16Optimizer(Protocol):
+class Bf16Optimizer(LinkedOptimizer, Protocol):
     """BF16_Optimizer: ZeRO 1 in bf16 with fp32 accumulation."""
 
     backward_prologue: Callable[[], None]
@@ -389,6 +399,7 @@ class Bf16Optimizer(Protocol):
     fp32_groups_gradients: Sequence[Sequence[torch.Tensor]]
     fp32_groups_gradients_flat: Iterable[torch.Tensor]
     fp32_groups_has_gradients: list[list[bool]]
+    fp32_groups_flat_partition: Sequence[torch.Tensor]
 
     def update_lp_params(self) -> None:
         """Copy the weights that this rank steps to the model's, and gather those of the others."""

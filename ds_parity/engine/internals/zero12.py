@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from ds_parity.engine.internals.base import Adapter
+from ds_parity.engine.internals.linked_states import keep_states_linked
 from ds_parity.engine.internals.surface import Parameter, Zero12Optimizer, Zero12Parameter
 from ds_parity.engine.internals.zero import Zero, checksum
 from ds_parity.errors import WindowError
@@ -38,6 +39,7 @@ class Zero12(Zero):
         super().prepare()
         if self._fills_zeros:
             self._fill_before(self._optimizer.reduce_gradients)
+        keep_states_linked(self._optimizer, self._optimizer.single_partition_of_fp32_groups)
         if self._optimizer.cpu_offload:
             self._follow_writes(self._optimizer._link_all_hp_params)
 
@@ -108,6 +110,7 @@ class Zero12(Zero):
         parameter is applied again (tools/deepspeed_faults/ranks_use_other_parameters.py and stale_gradient.py).
         """
         optimizer, reduce = self._optimizer, self._optimizer.reduce_gradients
+        keep_states_linked(optimizer, optimizer.single_partition_of_fp32_groups)
 
         def reduce_gradients(*args: Any, **kwargs: Any) -> None:
             self._fill_zeros()

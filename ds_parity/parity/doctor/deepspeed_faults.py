@@ -623,7 +623,6 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "give the optimizer one group, or use stage 3",
         lambda c: c.stage == 2 or (c.stage == 1 and (c.offloads or not c.sums_in_fp32)),
         "the optimizer has several groups, and the loop calls safe_get_full_optimizer_state()",
-        kept_from=False,
     ),
     DeepSpeedFault(
         "fetched_by_all_reduce",

@@ -1,0 +1,45 @@
+"""The states of ZeRO 1 and 2 that `safe_get_full_optimizer_state` reads: linked to parameters when they are there.
+
+DeepSpeed links them behind the first step of the first parameter group, once and for all (stage_1_and_2.py,
+`_lazy_init_hp_params_optimizer_state`, 0.19.8). Those of later groups are not there yet (tools/deepspeed_faults/
+states_of_later_groups.py), and a load or `reload_states()` undoes the link (`_link_all_hp_params`): the rank that has
+the parameter raises then, and the others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds_parity.engine.internals.surface import LinkedOptimizer
+
+
+def keep_states_linked(optimizer: LinkedOptimizer, flats: Sequence[torch.Tensor]) -> None:
+    """Link the states of all groups behind the first step, and again where DeepSpeed links parameters anew.
+
+    Args:
+        optimizer: DeepSpeed's wrapper on ZeRO 1 or 2.
+        flats: what this rank steps, a tensor for each parameter group.
+    """
+    link, link_states = optimizer._link_all_hp_params, optimizer._lazy_init_hp_params_optimizer_state
+    steps = 0  # of groups, since parameters were linked
+
+    def linked_behind_each_group() -> None:
+        nonlocal steps
+        if not optimizer._hp_optimizer_states_linked:
+            link_states()
+            steps += 1
+            optimizer._hp_optimizer_states_linked = steps >= len(flats)
+
+    def linked_anew() -> None:
+        nonlocal steps
+        steps = 0
+        link()
+        optimizer._hp_optimizer_states_linked = False
+        state = optimizer.optimizer.state
+        if all(state.get(one) for one in flats):
+            link_states()
+
+    optimizer._lazy_init_hp_params_optimizer_state = linked_behind_each_group  # type: ignore[method-assign]
+    optimizer._link_all_hp_params = linked_anew  # type: ignore[method-assign]
