@@ -134,6 +134,8 @@ class FrameworkEngine(ParityEngine):
         driver: Driver = self._self_driver
         said: bool | None = self._self_said
         self._self_ended = False
+        if (rollouts, prompts, tokens, weight) != (None,) * 4:
+            self._self_accumulates = True  # no framework
         # Where step() alone ends windows, there is no boundary to check: losses are divided, or not, as everywhere.
         by_caller: bool = self._self_settings.by_caller
         divided: Divided | None = self._self_undivided
@@ -170,8 +172,8 @@ class FrameworkEngine(ParityEngine):
         """End the window that the last `backward` closed; of no effect after one inside a window, which has ended.
 
         Raises:
-            WindowError: under `boundary` `caller` the first `step()` comes before as many passes as the configuration
-                accumulates, from a framework that has said nothing of where windows end.
+            WindowError: under `boundary` `caller` the first `step()` comes behind one pass where the configuration
+                accumulates several, from a framework that says nothing of where windows end, nor of what they contain.
         """
         if self._self_ended:
             self._self_ended = False
@@ -183,14 +185,14 @@ class FrameworkEngine(ParityEngine):
         self._self_accumulates = True
 
     def _refuse_step_of_every_pass(self) -> None:
-        passes, whole = self._self_driver.ledger.window.passes, self.gradient_accumulation_steps()
-        if 0 < passes < whole:
+        whole = self.gradient_accumulation_steps()
+        if self._self_driver.ledger.window.passes == 1 < whole:
             raise WindowError(
-                f"the first step() behind {passes} of {whole} passes: with ds_parity.boundary 'caller' each step() "
-                f"ends a window, and gradient_accumulation_passes = {self._self_settings.passes} asks for {whole} "
-                "passes a rank in each. A framework that calls step() after every pass, because DeepSpeed accumulates "
-                "(Lightning), needs ds_parity.boundary left out; a loop that ends windows of any length needs "
-                "gradient_accumulation_passes left out"
+                f"the first step() behind 1 of {whole} passes: with ds_parity.boundary 'caller' each step() ends a "
+                f"window, and gradient_accumulation_passes = {self._self_settings.passes} asks for {whole} passes a "
+                "rank in each. A framework that calls step() after every pass, because DeepSpeed accumulates "
+                "(Lightning), needs ds_parity.boundary left out; a loop whose windows have any length gives "
+                "backward(loss, rollouts=...), or announces the last one (set_gradient_accumulation_boundary(True))"
             )
 
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -134,6 +134,8 @@ def framework_refusals(folder):
         "inside passes": inside_passes(),
         "every pass, caller": every_pass(2 * PASSES),
         "every pass, caller decides": every_pass(None),
+        "every pass, caller counts": every_pass(2 * PASSES, rollouts=4),
+        "two passes, caller": every_pass(2 * PASSES, passes=2),
     }
 
 
@@ -153,14 +155,15 @@ def out_of_reach():
         return [refusal(lambda: engine.set_gradient_accumulation_boundary(False))]
 
 
-def every_pass(passes):
+def every_pass(target, passes=1, **counts):
     """step() in every pass, as Lightning calls it, where step() ends windows."""
-    extended = {**config(2, passes=passes or 1), "ds_parity": {"boundary": "caller"}}
-    if passes is None:
+    extended = {**config(2, passes=target or 1), "ds_parity": {"boundary": "caller"}}
+    if target is None:
         del extended["gradient_accumulation_passes"]
     with ds_parity.install():
         engine = opened(extended)
-        engine.backward(forward(engine, dist.get_rank()))
+        for _ in range(passes):
+            engine.backward(forward(engine, dist.get_rank()), **counts)
         return [refusal(engine.step)]
 
 
@@ -192,6 +195,8 @@ REFUSALS = {
     "scheduler out of reach": ["ConfigError", "lr_progress is 'rollout'"],
     "every pass, caller": ["WindowError", "the first step() behind 1 of 3 passes", "boundary left out"],
     "every pass, caller decides": ["nothing was raised"],
+    "every pass, caller counts": ["nothing was raised"],
+    "two passes, caller": ["nothing was raised"],
     "inside passes": ["WindowError", "set_gradient_accumulation_boundary()", "inside passes()"],
 }
 
