@@ -97,7 +97,7 @@ def with_mpu():
 
 
 def build(stage, mpu, seed=0, keys=None, model=None):
-    made = {**config(stage, passes=TARGET), **(keys or {}), "gradient_clipping": CLIP}
+    made = {**config(stage, passes=TARGET), "gradient_clipping": CLIP, **(keys or {})}
     del made["scheduler"]
     made["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
     model = model or (Part(mpu, seed) if mpu is not None else Whole(seed))
@@ -250,6 +250,53 @@ def limits(folder):
 def test_a_rank_waits_for_another_part_no_longer_than_for_another_pass(two_ranks):
     for inside, behind in two_ranks.of(limits):
         assert inside == 17 < behind
+
+
+OF_ONE_PART = {
+    "fp32": {},
+    "clipped": {"gradient_clipping": CLIP},
+    "fp16 by autocast": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+}
+
+
+def _steps_of_inf(keys):
+    """Of three steps whether each was skipped, and what there is behind it: the second has infinite gradients."""
+    with with_mpu() as mpu:
+        engine = build(0, mpu, keys={"gradient_accumulation_passes": 1, "gradient_clipping": 0, **keys})
+
+        def step(factor):
+            hook = engine.module.down.register_hook(lambda gradient: gradient * factor)
+            engine.backward(engine(sample(0).to(engine.device)).float().pow(2).mean())
+            engine.step()
+            hook.remove()
+            weights = {name: one.tolist() for name, one in whole(engine, mpu).items()}
+            scaler = engine.torch_autocast_z0_gradscaler
+            return engine.last_step.skipped, scaler and scaler.get_scale(), weights
+
+        for _ in range(16):  # until the loss scale of fp16 fits
+            begun = step(1.0)
+            if not begun[0]:
+                break
+        found = [begun, step(torch.inf if mpu.get_model_parallel_rank() else 1.0), step(1.0)]
+        engine.destroy()
+    return found
+
+
+@on_two_ranks
+def infinite_parts(folder):
+    return from_all({name: _steps_of_inf(keys) for name, keys in OF_ONE_PART.items()})
+
+
+@pytest.mark.parametrize("name", OF_ONE_PART)
+def test_all_parts_skip_a_step_of_which_one_has_an_infinite_gradient(two_ranks, name):
+    first, second = two_ranks.of(infinite_parts)
+    assert first[name] == second[name]
+    (_, scale, weights), (skipped, _, weights_there), (skipped_then, scale_then, weights_then) = first[name]
+    assert skipped
+    assert weights == weights_there != weights_then
+    assert not skipped_then
+    if "fp16" in name:
+        assert scale_then == scale / 2
 
 
 class Sliced(Mpu):

@@ -58,7 +58,6 @@ OTHERS = {
         "__wrapped__",
         "_will_engine_execute_node",
         "autograd",
-        "difference_update",
         "clear_autocast_cache",
         "enable_grad",
         "encode",
@@ -76,8 +75,9 @@ OTHERS = {
         "next_functions",
         "register_hook",
     ),
-    *("data_ptr", "put_back"),
-    *("resolve", "st_mtime", "stat", "time"),  # of files and their age
+    "data_ptr",
+    *("Process", "create_time", "exists", "resolve", "st_mtime_ns", "stat"),  # of files and their age
+    *("are_of_another_stage", "have_replaced"),  # of what a save has written
     *("renamed", "saves"),  # of our own Files
     *(
         "Size",

@@ -8,12 +8,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.experts import groups_of_experts, squares_of
 from ds_parity.engine.internals.fused_adam import EvenCounts
+from ds_parity.engine.internals.model_parts import parts_of
 from ds_parity.engine.internals.surface import Parameter
 
 _LOG = logging.getLogger("ds_parity")
@@ -58,19 +61,36 @@ class Plain(Adapter):
         """Look whether the gradient is finite, where DeepSpeed takes no norm of it to clip.
 
         ZeRO 1 to 3 skip a step of NaN or inf in every precision (stage_1_and_2.py and stage3.py, step), and ZeRO 0 in
-        fp32 makes the weights NaN (tools/deepspeed_faults/nan_gradient_zero0.py).
+        fp32 makes the weights NaN (tools/deepspeed_faults/nan_gradient_zero0.py). Where ranks have gradients of other
+        parameters, by experts or parts of a model, all must skip where one does: a GradScaler asks nobody.
         """
-        if self.grad_scaler() is None:
+        scaled, apart = self.grad_scaler() is not None, self._parted()
+        if not scaled:
             self.engine.optimizer.overflow = False
-        # Experts and tensor-parallel ranks have gradients of their own, so one rank can't decide here.
-        alike = self.engine.mpu is None and not self.engine.has_moe_layers
-        if alike and not self.engine.gradient_clipping():
-            gradients = [p.grad for p in self._trained if p.grad is not None]
-            # torch takes no norm of a sparse gradient; its values have the same.
-            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-            # Of no gradient at all torch gives a norm on its default device, whatever that is.
-            if dense:
-                self._skip_unless_finite(torch.nn.utils.get_total_norm(dense))
+        if not apart if scaled else self.engine.gradient_clipping():
+            return
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        # torch takes no norm of a sparse gradient; its values have the same.
+        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        # Of no gradient at all torch gives a norm on its default device, whatever that is.
+        norm = torch.nn.utils.get_total_norm(dense) if dense else torch.zeros((), device=self.engine.device)
+        for group in apart:
+            worst = (~norm.isfinite()).float()
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+            norm = torch.where((worst > 0) & norm.isfinite(), torch.inf, norm)
+        if not scaled:
+            self._skip_unless_finite(norm)
+        elif not bool(norm.isfinite()):
+            first = self._trained[0]
+            first.grad = torch.full_like(first, torch.inf)  # so that this rank's scaler skips, too, and backs off
+
+    def _parted(self) -> list[Any]:
+        """Return the process groups over which ranks have gradients of other parameters: of experts, or of parts."""
+        if self.experts_apart:
+            return [dist.group.WORLD]
+        if len(parts_of(self.engine.mpu)) > 1:
+            return [bwc_tensor_model_parallel_group(self.engine.mpu)]
+        return []
 
     def _clipped(self) -> list[Parameter]:
         everything = list(self.engine.module.parameters())
