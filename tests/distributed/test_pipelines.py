@@ -215,6 +215,38 @@ def test_uniform_windows_are_deepspeeds_own_bit_for_bit(four_ranks, stage):
         assert all(ours == right for ours, right in losses)
 
 
+@on_four_ranks
+@alone_in_the_process
+def infinite_on_the_last_stage(folder):
+    """By stage of ZeRO and clipping: whether all stages keep their weights, and whether the next step moves them."""
+    found = {}
+    for stage, clip in itertools.product((0, 1), (0.0, 0.5)):
+        extended = config(stage, gradient_clipping=clip)
+        del extended["scheduler"]  # its warm-up begins at 0
+        engine = build(extended)
+        last = list(engine.module.parameters())[-1]
+
+        def window(infinite, engine=engine, last=last):
+            hook = last.register_hook(lambda gradient: gradient * (torch.inf if infinite else 1.0))
+            before = [one.detach().clone() for one in engine.module.parameters()]
+            skipped = engine.train_window(list(micro_batches(engine, 0, [[2, 1], [3]]))).skipped
+            hook.remove()
+            return skipped, all(map(torch.equal, before, engine.module.parameters()))
+
+        infinite = engine.grid.get_stage_id() == 1
+        found[f"{stage}, {clip}"] = from_all([*window(infinite), *window(infinite=False)])
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_all_stages_skip_a_step_of_which_one_has_an_infinite_gradient(four_ranks, stage, clip):
+    for skipped, kept, skipped_then, kept_then in four_ranks.of(infinite_on_the_last_stage)[f"{stage}, {clip}"]:
+        assert (skipped, kept) == (True, True)
+        assert (skipped_then, kept_then) == (False, False)
+
+
 def of_nothing(engine, size=2, value=math.nan):
     """A micro-batch that weighs nothing, and whose loss is not finite."""
     device, kind = get_accelerator().current_device_name(), next(engine.module.parameters()).dtype
