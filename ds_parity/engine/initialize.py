@@ -35,7 +35,7 @@ from ds_parity.engine.internals.autocast import keep_comm_dtype, own_autocast
 from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
-from ds_parity.engine.internals.model_parts import number_of_parts, refuse_mixed_parts
+from ds_parity.engine.internals.model_parts import has_parts, refuse_mixed_parts
 from ds_parity.engine.internals.older import building
 from ds_parity.engine.internals.passing_through import let_others_pass
 from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_group, refuse_remembered, with_recorded
@@ -218,7 +218,7 @@ def honoured(
         # A framework knows which of its engines it trains; who calls ds_parity may have forgotten the optimizer.
         _say_what_it_is(keywords.get("model"), logging.WARNING if kind is ParityEngine else logging.INFO)
         forward_only = bare(**{**keywords, **without_keys(keywords, extended)})
-        if number_of_parts(forward_only[0]) > 1:
+        if has_parts(forward_only[0]):
             refuse_mixed_parts(forward_only[0])
         let_others_pass(forward_only[0])
         return forward_only

@@ -361,9 +361,15 @@ def other_partitions(folder):
             model = torch.nn.Linear(4, 4)
         said["zero.Init"] = from_all(refusal(lambda: build(3, mpu, model=model)))
         runs_forward = {key: value for key, value in config(3).items() if key not in ("optimizer", "scheduler")}
-        said["forward only"] = from_all(
-            refusal(lambda: ds_parity.initialize(model=model, config=runs_forward, mpu=mpu))
-        )
+
+        def forward_only():
+            return ds_parity.initialize(model=model, config=runs_forward, mpu=mpu)[0].destroy()
+
+        said["whole, forward only"] = from_all(refusal(forward_only))
+        with deepspeed.zero.Init():
+            model = torch.nn.Linear(4, 4)
+        model.weight.model_parallel = True
+        said["forward only"] = from_all(refusal(forward_only))
         with deepspeed.zero.Init(data_parallel_group=mpu.get_data_parallel_group()):
             model = torch.nn.Linear(4, 4)
         said["right"] = from_all(refusal(lambda: build(3, mpu, model=model).destroy()))
@@ -382,7 +388,7 @@ def other_partitions(folder):
 )
 def test_parameters_are_divided_over_ranks_with_the_same_part_alone(four_ranks, name, says):
     found = four_ranks.of(other_partitions)
-    assert found["right"] == ["nothing was raised"] * 4
+    assert found["right"] == found["whole, forward only"] == ["nothing was raised"] * 4
     for said in found[name]:
         assert said.startswith("ConfigError: ")
         assert says in said

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_group
 
 from ds_parity.engine.internals.surface import Engine
@@ -39,6 +40,16 @@ def parts_of(mpu: Any) -> list[int]:
 def number_of_parts(engine: Engine) -> int:
     """Return how many ranks hold one model, by AutoTP or an mpu (>= 1); of a pipeline's stages each is one."""
     return 1 if engine.sequence_parallel_size > 1 else len(parts_of(engine.mpu))
+
+
+def has_parts(engine: Engine) -> bool:
+    """Return whether a model's parameters are parts, by AutoTP, or by an mpu and the marks that Megatron gives them.
+
+    Args:
+        engine: the bare engine; one that only runs forward may be given an mpu beside a whole model.
+    """
+    marked = any(is_model_parallel_parameter(one) for one in engine.module.parameters())
+    return engine.autotp_size() > 1 or (marked and number_of_parts(engine) > 1)
 
 
 def refuse_slices_of_parts(engine: Engine, peers: set[int]) -> None:

@@ -57,39 +57,42 @@ def clip_over_stages(engine: Any) -> None:
         engine: DeepSpeed's PipelineEngine, without tensor parallelism.
     """
 
-    def norm_of_all() -> torch.Tensor:
-        # The gradient of tied weights has been summed over their stages, and counts once.
-        again = {id(parameter) for _, parameter, own, first in _tied(engine.module) if not own and not first}
-        once = [parameter for parameter in engine.module.parameters() if id(parameter) not in again]
-        squares = squares_of(once, groups_of_experts(engine.module))
-        total = torch.stack([torch.zeros((), device=engine.device), *squares]).sum()
-        dist.all_reduce(total, group=engine.grid.get_pipe_parallel_group())
-        return total.sqrt()
-
-    def steps_by(norm: torch.Tensor) -> bool:
-        finite = bool(norm.isfinite())
-        if not finite:
-            for parameter in engine.module.parameters():
-                parameter.grad = None
-        # The engine counts a step as skipped by this name, which torch's optimizers have not.
-        engine.optimizer.overflow = not finite
-        return finite
-
     def clip_fp32_gradients() -> None:
-        engine._global_grad_norm = norm = norm_of_all()
-        if steps_by(norm):
+        engine._global_grad_norm = norm = _norm_over_stages(engine)
+        if _steps_by(engine, norm):
             for parameter in engine.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_((engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0))
 
     def look(*_: Any) -> None:
         if not engine.gradient_clipping():
-            steps_by(norm_of_all())
+            _steps_by(engine, _norm_over_stages(engine))
 
     engine.clip_fp32_gradients = clip_fp32_gradients
     # Inside a wrapper of DeepSpeed's, which looks itself, the client's optimizer has no gradients of the model's.
     if engine.optimizer is engine.basic_optimizer and hasattr(engine.optimizer, "register_step_pre_hook"):
         engine.optimizer.register_step_pre_hook(look)
+
+
+def _norm_over_stages(engine: Any) -> torch.Tensor:
+    # The gradient of tied weights has been summed over their stages, and counts once.
+    again = {id(parameter) for _, parameter, own, first in _tied(engine.module) if not own and not first}
+    once = [parameter for parameter in engine.module.parameters() if id(parameter) not in again]
+    squares = squares_of(once, groups_of_experts(engine.module))
+    total = torch.stack([torch.zeros((), device=engine.device), *squares]).sum()
+    dist.all_reduce(total, group=engine.grid.get_pipe_parallel_group())
+    return total.sqrt()
+
+
+def _steps_by(engine: Any, norm: torch.Tensor) -> bool:
+    """Return whether the norm is finite; without gradients, torch's optimizers leave everything as it is."""
+    finite = bool(norm.isfinite())
+    if not finite:
+        for parameter in engine.module.parameters():
+            parameter.grad = None
+    # The engine counts a step as skipped by this name, which torch's optimizers have not.
+    engine.optimizer.overflow = not finite
+    return finite
 
 
 def checkpoint_activations(engine: Any) -> None:
