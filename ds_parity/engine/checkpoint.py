@@ -145,7 +145,6 @@ def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[s
     if there and options["load_module_strict"]:
         refuse_doubtful_owners(engine, _stepped(driver))
     driver.adapter.kept.note_use()
-    driver.adapter.put_back()
     return there
 
 

@@ -47,7 +47,8 @@ def test_a_pass_in_another_type_than_the_engines_is_refused(two_ranks, stage):
             assert said == "nothing was raised"
 
 
-SUMMED = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+BF16 = {"bf16": {"enabled": True}}
+SUMMED = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def _there_and_back(model):
@@ -73,8 +74,8 @@ def _swapped_for_saving(model):
 MOVES = {"not": lambda model: None, "converted": _there_and_back, "given new memory": _given_new_memory}
 
 
-def _bf16_window(engine, seed):
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(engine.device, torch.bfloat16)
+def _window(engine, seed, kind=torch.bfloat16):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(engine.device, kind)
     engine.backward(engine(x).float().pow(2).mean())
     engine.step()
 
@@ -94,16 +95,16 @@ def moved(folder):
             if seed == 2:
                 move(engine.module)
                 engine.save_checkpoint(f"{folder}/{name}", tag="two")
-            _bf16_window(engine, seed)
+            _window(engine, seed)
             weights.append(_flat(engine))
         move(engine.module)
         engine.load_checkpoint(f"{folder}/{name}", tag="two")
         loaded = _flat(engine)
-        _bf16_window(engine, 2)
+        _window(engine, 2)
         found[name] = [weights, loaded, _flat(engine)]
         engine.destroy()
     engine = build({**config(1, passes=2), **SUMMED})
-    _bf16_window(engine, 0)
+    _window(engine, 0)
     before, swap = _flat(engine), _swapped_for_saving(engine.module)
     next(swap)
     engine.save_checkpoint(f"{folder}/swapped", tag="zeros")
@@ -129,3 +130,52 @@ def test_weights_that_were_swapped_for_a_save_come_back(two_ranks):
         before, behind, loaded = found["swapped"]
         assert before == behind
         assert not any(loaded)
+
+
+CELLS = {f"{stage} {name}": (stage, keys) for stage in (0, 1, 2) for name, keys in (("fp32", {}), ("bf16", BF16))}
+CELLS |= {"1 summed": (1, SUMMED)}
+
+
+def _assigned(src, dst):
+    for name, parameter in dst.named_parameters():
+        parameter.data = src[name].clone().to(parameter.device)
+
+
+@on_two_ranks
+def loaded_alone(folder):
+    """By cell and way: the weights that were saved, those behind a load of weights alone, and behind a step of rate 0.
+
+    Parameters have memory of their own before the load, or get it in the load.
+    """
+    found = {}
+    for cell, (stage, keys) in CELLS.items():
+        made = {**config(stage, passes=2), **keys, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        del made["scheduler"]
+        engine = build(made)
+        kind = next(engine.module.parameters()).dtype
+        _window(engine, 0, kind)
+        engine.save_checkpoint(f"{folder}/{cell}", tag="one")
+        saved = _flat(engine)
+        for way in ("moved before", "assigned"):
+            _window(engine, 1, kind)
+            if way == "moved before":
+                _given_new_memory(engine.module)
+            function = _assigned if way == "assigned" else None
+            engine.load_checkpoint(f"{folder}/{cell}", tag="one", load_optimizer_states=False, custom_load_fn=function)
+            loaded = _flat(engine)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.0
+            _window(engine, 2, kind)
+            found[f"{cell}, {way}"] = [saved, loaded, _flat(engine)]
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.1
+        engine.destroy()
+    return from_all(found)
+
+
+@pytest.mark.parametrize("way", ["moved before", "assigned"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_weights_that_were_loaded_alone_are_stepped_on(two_ranks, cell, way):
+    for found in two_ranks.of(loaded_alone):
+        saved, loaded, stepped = found[f"{cell}, {way}"]
+        assert saved == loaded == stepped

@@ -212,9 +212,6 @@ class Adapter(ABC):
     def complete(self) -> None:  # noqa: B027  # most wrappers need nothing here
         """Give the optimizer the gradients of what the boundary's pass did not use; call it before `step()`."""
 
-    def put_back(self) -> None:  # noqa: B027  # the other wrappers do so in each step
-        """Give parameters that a loop has moved their places in the optimizer's buffers again, before a load."""
-
     def refresh(self) -> None:  # noqa: B027  # most wrappers load all weights that they have
         """Go on from the model's weights, which were loaded without the optimizer's states."""
 

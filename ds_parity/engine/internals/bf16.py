@@ -22,32 +22,31 @@ class Bf16(Adapter):
         optimizer: Bf16Optimizer = self.engine.optimizer
         return optimizer
 
-    # Of each parameter: its place in DeepSpeed's flat buffers, which a step copies the weights into.
-    _places: tuple[tuple[Parameter, torch.Tensor], ...] = ()
-
-    def put_back(self) -> None:
-        """Give parameters their places in the flat buffers again.
+    def _keep_in_place(self) -> None:
+        """Give parameters their places in the flat buffers again: in each step, and before masters are made of them.
 
         `model.to(...)` there and back, and `parameter.data = tensor`, give them memory of their own, which no step of
         DeepSpeed's reaches: they would be trained no more, without an error (0.19.8, measured by tests/distributed/
-        test_converted.py). The other wrappers give them theirs in each step. Nothing is copied into a place: a loop may
-        have kept it, to put it back itself.
+        test_converted.py). The other wrappers give them theirs in each step.
         """
-        for parameter, place in self._places:
-            alike = parameter.shape == place.shape and parameter.dtype == place.dtype
-            if alike and parameter.device == place.device and parameter.data_ptr() != place.data_ptr():
-                parameter.data = place
-
-    def _follow_places(self) -> None:
         optimizer = self._optimizer
-        self._places = tuple((one, one.data) for group in optimizer.bf16_groups for one in group)
-        update = optimizer.update_lp_params
+        places = [(one, one.data) for group in optimizer.bf16_groups for one in group]
+        update, restore = optimizer.update_lp_params, optimizer._restore_from_bit16_weights
 
         def update_lp_params() -> None:
             update()
-            self.put_back()  # a step has written the weights there
+            # Nothing is copied into a place: the step has written it, and a loop may have kept it to put it back.
+            for parameter, place in _moved(places):
+                parameter.data = place
+
+        def restore_from_bit16_weights() -> None:
+            for parameter, place in _moved(places):
+                place.copy_(parameter.detach())
+                parameter.data = place
+            restore()
 
         optimizer.update_lp_params = update_lp_params  # type: ignore[method-assign]
+        optimizer._restore_from_bit16_weights = restore_from_bit16_weights  # type: ignore[method-assign]
 
     def show_stepped_weights(self) -> None:
         """Copy the weights in fp32 to the model's, on every rank."""
@@ -76,7 +75,7 @@ class Bf16(Adapter):
         then, because `end_backward` has cleared them.
         """
         super().prepare()
-        self._follow_places()
+        self._keep_in_place()
         optimizer = self._optimizer
         keep_states_linked(optimizer, optimizer.fp32_groups_flat_partition)
         optimizer.backward_prologue = _nothing
@@ -94,7 +93,7 @@ class Bf16(Adapter):
 
     def prepare_pipeline(self) -> None:
         """Let the columns of a pipeline clip by one norm, whatever each has used."""
-        self._follow_places()
+        self._keep_in_place()
         keep_states_linked(self._optimizer, self._optimizer.fp32_groups_flat_partition)
         given = self._optimizer.get_grads_for_norm
 
@@ -140,6 +139,13 @@ class Bf16(Adapter):
         """Clear both copies of the gradients."""
         self._optimizer.clear_hp_grads()
         self._optimizer.clear_lp_grads()
+
+
+def _moved(places: Iterable[tuple[Parameter, torch.Tensor]]) -> Iterator[tuple[Parameter, torch.Tensor]]:
+    for parameter, place in places:
+        alike = parameter.shape == place.shape and parameter.dtype == place.dtype
+        if alike and parameter.device == place.device and parameter.data_ptr() != place.data_ptr():
+            yield parameter, place
 
 
 def _nothing() -> None:

@@ -21,6 +21,23 @@ class LowPrecision(Adapter):
         optimizer: LowPrecisionOptimizer = self.engine.optimizer
         return optimizer
 
+    def prepare(self) -> None:
+        """Let masters be made of the parameters themselves, also of those that a loop has given memory of their own.
+
+        One wrapper makes them of a flat buffer (fused_optimizer.py, refresh_fp32_params, 0.19.8), of which parameters
+        are views until `parameter.data = tensor`: of weights that were loaded alone the next step would leave nothing.
+        """
+        super().prepare()
+        optimizer = self._optimizer
+        refresh = optimizer.refresh_fp32_params
+
+        def refresh_fp32_params() -> None:
+            for flat, group in zip(getattr(optimizer, "fp16_groups_flat", []), optimizer.fp16_groups, strict=False):
+                flat.copy_(torch.cat([one.detach().flatten() for one in group]))
+            refresh()
+
+        optimizer.refresh_fp32_params = refresh_fp32_params  # type: ignore[method-assign]
+
     def groups(self) -> Iterable[Iterable[Parameter]]:
         """Return the parameters of DeepSpeed's groups."""
         return self._optimizer.fp16_groups

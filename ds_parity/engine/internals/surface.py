@@ -252,6 +252,9 @@ class LinkedOptimizer(Protocol):
     def _link_all_hp_params(self) -> None:
         """Link every parameter to its part of the weights in fp32, and to the gradient of that."""
 
+    def _restore_from_bit16_weights(self) -> None:
+        """Copy the model's weights to those in fp32 that this rank steps."""
+
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Link every parameter to its part of the optimizer's states, the first time."""
 
@@ -278,6 +281,9 @@ class Zero12Optimizer(ZeroOptimizer, LinkedOptimizer, Protocol):
 
     def zero_grad(self, set_to_none: bool = ...) -> None:
         """Clear the gradients of parameters."""
+
+    def _update_model_bit16_weights(self, group_index: int) -> None:
+        """Give the parameters of a group their places in its flat buffer."""
 
     def reset_cpu_buffers(self) -> None:
         """Forget the norms and overflows of offloaded gradients."""

@@ -40,8 +40,28 @@ class Zero12(Zero):
         if self._fills_zeros:
             self._fill_before(self._optimizer.reduce_gradients)
         keep_states_linked(self._optimizer, self._optimizer.single_partition_of_fp32_groups)
+        self._take_in_before(self._optimizer._restore_from_bit16_weights)
         if self._optimizer.cpu_offload:
             self._follow_writes(self._optimizer._link_all_hp_params)
+
+    def _take_in_before(self, restore: Callable[[], None]) -> None:
+        """Copy parameters that have memory of their own into DeepSpeed's buffer, before masters are made of that.
+
+        `parameter.data = tensor` gives them some, in a loop or in a `custom_load_fn`: of weights that were loaded alone
+        nothing would be left behind the next step.
+        """
+        optimizer = self._optimizer
+
+        def restore_from_bit16_weights() -> None:
+            for index, group in enumerate(optimizer.bit16_groups):
+                found = [(parameter, parameter.data) for parameter in group]
+                optimizer._update_model_bit16_weights(index)
+                for parameter, values in found:
+                    if parameter.data_ptr() != values.data_ptr():
+                        parameter.data.copy_(values)
+            restore()
+
+        optimizer._restore_from_bit16_weights = restore_from_bit16_weights  # type: ignore[method-assign]
 
     def show_stepped_weights(self) -> None:
         """Copy the weights in fp32 to the model's, on every rank."""
@@ -111,6 +131,7 @@ class Zero12(Zero):
         """
         optimizer, reduce = self._optimizer, self._optimizer.reduce_gradients
         keep_states_linked(optimizer, optimizer.single_partition_of_fp32_groups)
+        self._take_in_before(optimizer._restore_from_bit16_weights)
 
         def reduce_gradients(*args: Any, **kwargs: Any) -> None:
             self._fill_zeros()
