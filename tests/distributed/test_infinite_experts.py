@@ -9,20 +9,15 @@ from torch import nn
 import ds_parity
 from tests.distributed.cells import config
 from tests.distributed.engines import from_all
+from tests.distributed.infinite import KINDS, assert_all_skip, three_steps
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_pipelines import alone_in_the_process
 from tests.distributed.test_pipelines_of_experts import WIDTH, Experts
 
 pytestmark = pytest.mark.ranks
-KINDS = {
-    "fp32": {},
-    "clipped": {"gradient_clipping": 0.2},
-    "fp16 by autocast": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-}
 
 
 def _steps(keys):
-    """Of three steps whether each was skipped, the loss scale, and a weight: in the second one rank's are infinite."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(), nn.Linear(WIDTH, 1))
     parameters = in_groups([{"params": list(model.parameters()), "name": "all"}])
@@ -31,22 +26,14 @@ def _steps(keys):
     engine = ds_parity.initialize(model=model, optimizer=torch.optim.SGD(parameters, lr=0.1), config=made)[0]
     own = next(one for name, one in model.named_parameters() if "deepspeed_experts" in name)
 
-    def step(factor):
-        hook = own.register_hook(lambda gradient: gradient * factor)
-        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).to(engine.device)
-        engine.backward(engine(x).float().square().mean())
-        engine.step()
-        hook.remove()
-        scaler = engine.torch_autocast_z0_gradscaler
-        return engine.last_step.skipped, scaler and scaler.get_scale(), model[0].weight.tolist()
-
-    for _ in range(16):  # until the loss scale of fp16 fits
-        begun = step(1.0)
-        if not begun[0]:
-            break
-    found = [begun, step(torch.inf if dist.get_rank() else 1.0), step(1.0)]
-    engine.destroy()
-    return found
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).to(engine.device)
+    return three_steps(
+        engine,
+        own,
+        lambda: engine(x).float().square().mean(),
+        model[0].weight.tolist,
+        infinite=dist.get_rank() == 1,
+    )
 
 
 @on_two_ranks
@@ -57,11 +44,4 @@ def infinite_experts(folder):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_all_ranks_skip_a_step_of_which_one_has_an_infinite_expert(two_ranks, name):
-    first, second = two_ranks.of(infinite_experts)
-    assert first[name] == second[name]
-    (_, scale, weights), (skipped, _, weights_there), (skipped_then, scale_then, weights_then) = first[name]
-    assert skipped
-    assert weights == weights_there != weights_then
-    assert not skipped_then
-    if "fp16" in name:
-        assert scale_then == scale / 2
+    assert_all_skip([found[name] for found in two_ranks.of(infinite_experts)], name)

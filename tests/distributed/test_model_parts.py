@@ -13,6 +13,8 @@ import ds_parity
 from ds_parity.all_weights import every_weight
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all, refusal
+from tests.distributed.infinite import KINDS as KINDS_OF_INF
+from tests.distributed.infinite import assert_all_skip, three_steps
 from tests.distributed.sets import on_four_ranks, on_two_ranks
 
 pytestmark = pytest.mark.ranks
@@ -252,51 +254,26 @@ def test_a_rank_waits_for_another_part_no_longer_than_for_another_pass(two_ranks
         assert inside == 17 < behind
 
 
-OF_ONE_PART = {
-    "fp32": {},
-    "clipped": {"gradient_clipping": CLIP},
-    "fp16 by autocast": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-}
-
-
 def _steps_of_inf(keys):
-    """Of three steps whether each was skipped, and what there is behind it: the second has infinite gradients."""
     with with_mpu() as mpu:
         engine = build(0, mpu, keys={"gradient_accumulation_passes": 1, "gradient_clipping": 0, **keys})
-
-        def step(factor):
-            hook = engine.module.down.register_hook(lambda gradient: gradient * factor)
-            engine.backward(engine(sample(0).to(engine.device)).float().pow(2).mean())
-            engine.step()
-            hook.remove()
-            weights = {name: one.tolist() for name, one in whole(engine, mpu).items()}
-            scaler = engine.torch_autocast_z0_gradscaler
-            return engine.last_step.skipped, scaler and scaler.get_scale(), weights
-
-        for _ in range(16):  # until the loss scale of fp16 fits
-            begun = step(1.0)
-            if not begun[0]:
-                break
-        found = [begun, step(torch.inf if mpu.get_model_parallel_rank() else 1.0), step(1.0)]
-        engine.destroy()
-    return found
+        return three_steps(
+            engine,
+            engine.module.down,
+            lambda: engine(sample(0).to(engine.device)).float().pow(2).mean(),
+            lambda: {name: one.tolist() for name, one in whole(engine, mpu).items()},
+            infinite=mpu.get_model_parallel_rank() == 1,
+        )
 
 
 @on_two_ranks
 def infinite_parts(folder):
-    return from_all({name: _steps_of_inf(keys) for name, keys in OF_ONE_PART.items()})
+    return from_all({name: _steps_of_inf(keys) for name, keys in KINDS_OF_INF.items()})
 
 
-@pytest.mark.parametrize("name", OF_ONE_PART)
+@pytest.mark.parametrize("name", KINDS_OF_INF)
 def test_all_parts_skip_a_step_of_which_one_has_an_infinite_gradient(two_ranks, name):
-    first, second = two_ranks.of(infinite_parts)
-    assert first[name] == second[name]
-    (_, scale, weights), (skipped, _, weights_there), (skipped_then, scale_then, weights_then) = first[name]
-    assert skipped
-    assert weights == weights_there != weights_then
-    assert not skipped_then
-    if "fp16" in name:
-        assert scale_then == scale / 2
+    assert_all_skip([found[name] for found in two_ranks.of(infinite_parts)], name)
 
 
 class Sliced(Mpu):
