@@ -302,6 +302,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run begins with the weights of a checkpoint, without its optimizer's states",
     ),
     DeepSpeedFault(
+        "moved_weights",
+        "weights that were given memory of their own are stepped no more, or what is loaded into them alone is lost",
+        "write into weights in place (parameter.data.copy_(tensor)), and don't convert the model there and back",
+        lambda c: c.stage in (1, 2),
+        "the loop assigns parameter.data, or converts the model and converts it back",
+    ),
+    DeepSpeedFault(
         "tied_sums_apart",
         "each stage steps a tied weight by its own part of the gradient, and has another one from then on",
         "leave offload_optimizer or data_types.grad_accum_dtype out",
@@ -616,6 +623,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         lambda c: c.stage in (1, 2) and c.on("zero_optimization.round_robin_gradients"),
         "the loop calls safe_get_full_fp32_param()",
         kept_from=False,
+    ),
+    DeepSpeedFault(
+        "states_behind_a_load",
+        "it raises on the rank that has the state, and other ranks wait; training is right",
+        "use stage 3, or read the states before the load",
+        lambda c: c.stage in (1, 2),
+        "the loop calls safe_get_full_optimizer_state() behind load_checkpoint()",
     ),
     DeepSpeedFault(
         "states_of_later_groups",
