@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -178,7 +179,7 @@ class FrameworkEngine(ParityEngine):
         if self._self_ended:
             self._self_ended = False
             return
-        if not self._self_accumulates:
+        if not self._self_accumulates and self._self_driver.queue is None:
             with self._self_driver.telling():
                 self._refuse_step_of_every_pass()
         super().step(lr_kwargs)
@@ -194,6 +195,16 @@ class FrameworkEngine(ParityEngine):
                 "(Lightning), needs ds_parity.boundary left out; a loop whose windows have any length gives "
                 "backward(loss, rollouts=...), or announces the last one (set_gradient_accumulation_boundary(True))"
             )
+
+    def expect(self, **counts: Any) -> None:
+        """Say what this rank's next window will contain, as `ParityEngine.expect` does."""
+        self._self_accumulates = True  # no framework
+        super().expect(**counts)
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Reduce once for all backwards of a window, as `ParityEngine.coalesce_grad_reduction` does."""
+        self._self_accumulates = True  # likewise
+        return super().coalesce_grad_reduction()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current pass ends its window: what the framework has said last, as in DeepSpeed.

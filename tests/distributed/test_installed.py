@@ -136,6 +136,12 @@ def framework_refusals(folder):
         "every pass, caller decides": every_pass(None),
         "every pass, caller counts": every_pass(2 * PASSES, rollouts=4),
         "two passes, caller": every_pass(2 * PASSES, passes=2),
+        "expected, caller": every_pass(2 * PASSES, opens=lambda engine: engine.expect(rollouts=1)),
+        "announced, caller": every_pass(
+            2 * PASSES, opens=lambda engine: engine.set_gradient_accumulation_boundary(True)
+        ),
+        "coalesced, caller": coalesced(),
+        "inside passes, caller": one_of_passes(),
     }
 
 
@@ -155,13 +161,38 @@ def out_of_reach():
         return [refusal(lambda: engine.set_gradient_accumulation_boundary(False))]
 
 
-def every_pass(target, passes=1, **counts):
+def by_caller(target):
+    return {**config(2, passes=target), "ds_parity": {"boundary": "caller"}}
+
+
+def coalesced():
+    with ds_parity.install():
+        engine = opened(by_caller(2 * PASSES))
+        with engine.coalesce_grad_reduction():
+            engine.backward(forward(engine, dist.get_rank()))
+        return [refusal(engine.step)]
+
+
+def one_of_passes():
+    def run():
+        for _ in engine.passes([ds_parity.MicroBatch(inputs={}, rollouts=1, prompts=0, tokens=1, held=())]):
+            engine.backward(forward(engine, dist.get_rank()))
+            engine.step()
+
+    with ds_parity.install():
+        engine = opened(by_caller(2 * PASSES))
+        return [refusal(run)]
+
+
+def every_pass(target, passes=1, opens=None, **counts):
     """step() in every pass, as Lightning calls it, where step() ends windows."""
-    extended = {**config(2, passes=target or 1), "ds_parity": {"boundary": "caller"}}
+    extended = by_caller(target or 1)
     if target is None:
         del extended["gradient_accumulation_passes"]
     with ds_parity.install():
         engine = opened(extended)
+        if opens is not None:
+            opens(engine)
         for _ in range(passes):
             engine.backward(forward(engine, dist.get_rank()), **counts)
         return [refusal(engine.step)]
@@ -197,6 +228,10 @@ REFUSALS = {
     "every pass, caller decides": ["nothing was raised"],
     "every pass, caller counts": ["nothing was raised"],
     "two passes, caller": ["nothing was raised"],
+    "expected, caller": ["nothing was raised"],
+    "announced, caller": ["nothing was raised"],
+    "coalesced, caller": ["nothing was raised"],
+    "inside passes, caller": ["nothing was raised"],
     "inside passes": ["WindowError", "set_gradient_accumulation_boundary()", "inside passes()"],
 }
 
