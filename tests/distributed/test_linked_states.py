@@ -67,6 +67,37 @@ def _read(folder, kind, groups):
     return found
 
 
+def _reloaded(stage):
+    """First moments behind a window, where states have left and come back as on a device: in tensors of their own."""
+    found = {}
+    for moves in (False, True):
+        engine = _engine(stage, 2)
+        _window(engine, 0)
+        if moves:
+            engine.offload_states(pin_memory=False)
+            optimizer = engine.optimizer.optimizer
+            for one, values in optimizer.state.items():
+                optimizer.state[one] = {name: value.clone() for name, value in values.items()}
+            engine.reload_states()
+        _window(engine, 1)
+        found[moves] = _states(engine)
+        engine.destroy()
+    return found[False], found[True]
+
+
+@on_two_ranks
+def reloads(folder):
+    return from_all({stage: _reloaded(stage) for stage in ("1", "2")})
+
+
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_states_that_come_back_in_other_tensors_are_linked_again(two_ranks, stage):
+    for found in two_ranks.of(reloads):
+        kept, reloaded = found[stage]
+        assert kept == reloaded
+        assert len(kept) == 4
+
+
 @on_two_ranks
 def states(folder):
     cells = {cell: cell.split(", groups: ") for cell in CELLS}

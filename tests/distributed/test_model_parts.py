@@ -254,12 +254,12 @@ def test_a_rank_waits_for_another_part_no_longer_than_for_another_pass(two_ranks
         assert inside == 17 < behind
 
 
-def _steps_of_inf(keys):
+def _steps_of_inf(keys, of="down"):
     with with_mpu() as mpu:
         engine = build(0, mpu, keys={"gradient_accumulation_passes": 1, "gradient_clipping": 0, **keys})
         return three_steps(
             engine,
-            engine.module.down,
+            getattr(engine.module, of),
             lambda: engine(sample(0).to(engine.device)).float().pow(2).mean(),
             lambda: {name: one.tolist() for name, one in whole(engine, mpu).items()},
             infinite=mpu.get_model_parallel_rank() == 1,
@@ -268,10 +268,11 @@ def _steps_of_inf(keys):
 
 @on_two_ranks
 def infinite_parts(folder):
-    return from_all({name: _steps_of_inf(keys) for name, keys in KINDS_OF_INF.items()})
+    found = {name: _steps_of_inf(keys) for name, keys in KINDS_OF_INF.items()}
+    return from_all({**found, "of all parts": _steps_of_inf(KINDS_OF_INF["clipped"], of="last")})
 
 
-@pytest.mark.parametrize("name", KINDS_OF_INF)
+@pytest.mark.parametrize("name", [*KINDS_OF_INF, "of all parts"])
 def test_all_parts_skip_a_step_of_which_one_has_an_infinite_gradient(two_ranks, name):
     assert_all_skip([found[name] for found in two_ranks.of(infinite_parts)], name)
 

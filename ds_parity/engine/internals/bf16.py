@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.kept import note_gradients
 from ds_parity.engine.internals.linked_states import keep_states_linked
@@ -36,13 +34,16 @@ class Bf16(Adapter):
         def update_lp_params() -> None:
             update()
             # Nothing is copied into a place: the step has written it, and a loop may have kept it to put it back.
-            for parameter, place in _moved(places):
-                parameter.data = place
+            for parameter, place in places:
+                alike = parameter.shape == place.shape and parameter.dtype == place.dtype
+                if alike and parameter.device == place.device and parameter.data_ptr() != place.data_ptr():
+                    parameter.data = place
 
         def restore_from_bit16_weights() -> None:
-            for parameter, place in _moved(places):
-                place.copy_(parameter.detach())
-                parameter.data = place
+            for parameter, place in places:  # in whatever type they were loaded
+                if parameter.shape == place.shape and parameter.data_ptr() != place.data_ptr():
+                    place.copy_(parameter.detach())
+                    parameter.data = place
             restore()
 
         optimizer.update_lp_params = update_lp_params  # type: ignore[method-assign]
@@ -139,13 +140,6 @@ class Bf16(Adapter):
         """Clear both copies of the gradients."""
         self._optimizer.clear_hp_grads()
         self._optimizer.clear_lp_grads()
-
-
-def _moved(places: Iterable[tuple[Parameter, torch.Tensor]]) -> Iterator[tuple[Parameter, torch.Tensor]]:
-    for parameter, place in places:
-        alike = parameter.shape == place.shape and parameter.dtype == place.dtype
-        if alike and parameter.device == place.device and parameter.data_ptr() != place.data_ptr():
-            yield parameter, place
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ the parameter raises then, and the others wait for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -32,14 +33,26 @@ def keep_states_linked(optimizer: LinkedOptimizer, flats: Sequence[torch.Tensor]
             steps += 1
             optimizer._hp_optimizer_states_linked = steps >= len(flats)
 
-    def linked_anew() -> None:
+    def link_what_is_there() -> None:
         nonlocal steps
         steps = 0
-        link()
         optimizer._hp_optimizer_states_linked = False
         state = optimizer.optimizer.state
         if all(state.get(one) for one in flats):
             link_states()
 
+    def linked_anew() -> None:
+        link()
+        link_what_is_there()
+
     optimizer._lazy_init_hp_params_optimizer_state = linked_behind_each_group  # type: ignore[method-assign]
     optimizer._link_all_hp_params = linked_anew  # type: ignore[method-assign]
+    reload = getattr(optimizer, "reload_states", None)
+    if reload is None:  # BF16_Optimizer
+        return
+
+    def reloaded(*args: Any, **kwargs: Any) -> None:
+        reload(*args, **kwargs)
+        link_what_is_there()  # the optimizer's states come behind the parameters, as new tensors
+
+    vars(optimizer)["reload_states"] = reloaded

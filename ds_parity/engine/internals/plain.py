@@ -67,7 +67,8 @@ class Plain(Adapter):
         scaled, apart = self.grad_scaler() is not None, self._parted()
         if not scaled:
             self.engine.optimizer.overflow = False
-        if not apart if scaled else self.engine.gradient_clipping():
+        # A norm to clip by, and a GradScaler, look at what this rank has, or at the first of those that have the same.
+        if not apart and (scaled or self.engine.gradient_clipping()):
             return
         gradients = [p.grad for p in self._trained if p.grad is not None]
         # torch takes no norm of a sparse gradient; its values have the same.
@@ -78,11 +79,12 @@ class Plain(Adapter):
             worst = (~norm.isfinite()).float()
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
             norm = torch.where((worst > 0) & norm.isfinite(), torch.inf, norm)
-        if not scaled:
+        if not (scaled or self.engine.gradient_clipping()):
             self._skip_unless_finite(norm)
         elif not bool(norm.isfinite()):
+            # What looks later looks at this: each rank's scaler, which backs off, or the norm of all.
             first = self._trained[0]
-            first.grad = torch.full_like(first, torch.inf)  # so that this rank's scaler skips, too, and backs off
+            first.grad = torch.full_like(first, torch.inf)
 
     def _parted(self) -> list[Any]:
         """Return the process groups over which ranks have gradients of other parameters: of experts, or of parts."""

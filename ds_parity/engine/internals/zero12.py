@@ -40,17 +40,24 @@ class Zero12(Zero):
         if self._fills_zeros:
             self._fill_before(self._optimizer.reduce_gradients)
         keep_states_linked(self._optimizer, self._optimizer.single_partition_of_fp32_groups)
-        self._take_in_before(self._optimizer._restore_from_bit16_weights)
+        self._keep_in_place()
         if self._optimizer.cpu_offload:
             self._follow_writes(self._optimizer._link_all_hp_params)
 
-    def _take_in_before(self, restore: Callable[[], None]) -> None:
-        """Copy parameters that have memory of their own into DeepSpeed's buffer, before masters are made of that.
+    def _keep_in_place(self) -> None:
+        """Let loads see parameters that have memory of their own, which only steps of DeepSpeed's put back.
 
-        `parameter.data = tensor` gives them some, in a loop or in a `custom_load_fn`: of weights that were loaded alone
-        nothing would be left behind the next step.
+        `parameter.data = tensor` gives them some, in a loop or in a `custom_load_fn`. Masters are made of the flat
+        buffer, so that of weights which were loaded alone nothing would be left behind the next step; and what masters
+        give is written there, so that a window would be of old weights.
         """
         optimizer = self._optimizer
+        update, restore = optimizer.update_lp_params, optimizer._restore_from_bit16_weights
+
+        def update_lp_params() -> None:
+            update()
+            for index, _ in enumerate(optimizer.bit16_groups):
+                optimizer._update_model_bit16_weights(index)
 
         def restore_from_bit16_weights() -> None:
             for index, group in enumerate(optimizer.bit16_groups):
@@ -61,6 +68,7 @@ class Zero12(Zero):
                         parameter.data.copy_(values)
             restore()
 
+        optimizer.update_lp_params = update_lp_params  # type: ignore[method-assign]
         optimizer._restore_from_bit16_weights = restore_from_bit16_weights  # type: ignore[method-assign]
 
     def show_stepped_weights(self) -> None:
@@ -131,7 +139,7 @@ class Zero12(Zero):
         """
         optimizer, reduce = self._optimizer, self._optimizer.reduce_gradients
         keep_states_linked(optimizer, optimizer.single_partition_of_fp32_groups)
-        self._take_in_before(optimizer._restore_from_bit16_weights)
+        self._keep_in_place()
 
         def reduce_gradients(*args: Any, **kwargs: Any) -> None:
             self._fill_zeros()
