@@ -78,7 +78,7 @@ class Bf16(Adapter):
         super().prepare()
         self._keep_in_place()
         optimizer = self._optimizer
-        keep_states_linked(optimizer, optimizer.fp32_groups_flat_partition)
+        keep_states_linked(optimizer, self.engine.basic_optimizer, optimizer.fp32_groups_flat_partition)
         optimizer.backward_prologue = _nothing
         if optimizer.immediate_grad_update:
             accumulate = optimizer.accumulate_hp_grads_and_remove_lp
@@ -95,7 +95,7 @@ class Bf16(Adapter):
     def prepare_pipeline(self) -> None:
         """Let the columns of a pipeline clip by one norm, whatever each has used."""
         self._keep_in_place()
-        keep_states_linked(self._optimizer, self._optimizer.fp32_groups_flat_partition)
+        keep_states_linked(self._optimizer, self.engine.basic_optimizer, self._optimizer.fp32_groups_flat_partition)
         given = self._optimizer.get_grads_for_norm
 
         def get_grads_for_norm(*args: Any, **kwargs: Any) -> Any:

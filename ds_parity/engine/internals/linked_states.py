@@ -16,11 +16,12 @@ import torch
 from ds_parity.engine.internals.surface import LinkedOptimizer
 
 
-def keep_states_linked(optimizer: LinkedOptimizer, flats: Sequence[torch.Tensor]) -> None:
+def keep_states_linked(optimizer: LinkedOptimizer, inner: Any, flats: Sequence[torch.Tensor]) -> None:
     """Link the states of all groups behind the first step, and again where DeepSpeed links parameters anew.
 
     Args:
         optimizer: DeepSpeed's wrapper on ZeRO 1 or 2.
+        inner: the optimizer that it wraps.
         flats: what this rank steps, a tensor for each parameter group.
     """
     link, link_states = optimizer._link_all_hp_params, optimizer._lazy_init_hp_params_optimizer_state
@@ -37,8 +38,7 @@ def keep_states_linked(optimizer: LinkedOptimizer, flats: Sequence[torch.Tensor]
         nonlocal steps
         steps = 0
         optimizer._hp_optimizer_states_linked = False
-        state = optimizer.optimizer.state
-        if all(state.get(one) for one in flats):
+        if all(inner.state.get(one) for one in flats):
             link_states()
 
     def linked_anew() -> None:

@@ -246,7 +246,6 @@ class Zero12Parameter(Protocol):
 class LinkedOptimizer(Protocol):
     """A wrapper of ZeRO 1 or 2, which links parameters to their part of what it steps."""
 
-    optimizer: Any
     _hp_optimizer_states_linked: bool
 
     def _link_all_hp_params(self) -> None:

@@ -39,7 +39,9 @@ class Zero12(Zero):
         super().prepare()
         if self._fills_zeros:
             self._fill_before(self._optimizer.reduce_gradients)
-        keep_states_linked(self._optimizer, self._optimizer.single_partition_of_fp32_groups)
+        keep_states_linked(
+            self._optimizer, self.engine.basic_optimizer, self._optimizer.single_partition_of_fp32_groups
+        )
         self._keep_in_place()
         if self._optimizer.cpu_offload:
             self._follow_writes(self._optimizer._link_all_hp_params)
@@ -138,7 +140,7 @@ class Zero12(Zero):
         parameter is applied again (tools/deepspeed_faults/ranks_use_other_parameters.py and stale_gradient.py).
         """
         optimizer, reduce = self._optimizer, self._optimizer.reduce_gradients
-        keep_states_linked(optimizer, optimizer.single_partition_of_fp32_groups)
+        keep_states_linked(optimizer, self.engine.basic_optimizer, optimizer.single_partition_of_fp32_groups)
         self._keep_in_place()
 
         def reduce_gradients(*args: Any, **kwargs: Any) -> None:
