@@ -41,9 +41,10 @@ class Plain(Adapter):
         engine = self.engine
 
         def clip_fp32_gradients() -> None:
-            parameters = [_multiplied(one) for one in self._clipped()]
+            clipped = self._clipped()
+            parameters = [_multiplied(one) for one in clipped]
             if self.experts_apart and engine.mpu is None:
-                norm = self._clip_with_experts(parameters)
+                norm = self._clip_with_experts(clipped, parameters)
             else:
                 norm = clip_grad_norm_(parameters=parameters, max_norm=engine.gradient_clipping(), mpu=engine.mpu)
             engine._global_grad_norm = norm
@@ -101,11 +102,15 @@ class Plain(Adapter):
         stepped = {id(one) for group in self.groups() for one in group}
         return [one for one in everything if id(one) in stepped]
 
-    def _clip_with_experts(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+    def _clip_with_experts(self, parameters: list[Parameter], multiplied: list[torch.Tensor]) -> torch.Tensor:
         """Clip by the norm of all experts' gradients, of which a rank has its own, and return that norm."""
-        squares = squares_of(parameters, groups_of_experts(self.engine.module))
+        known = groups_of_experts(self.engine.module)
+        # What stands for a parameter of an expert is summed over the ranks, too.
+        pairs = zip(parameters, multiplied, strict=True)
+        groups = {id(other): known[id(one)] for one, other in pairs if id(one) in known}
+        squares = squares_of(multiplied, groups)
         norm = torch.stack(squares).sum().sqrt()
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.engine.gradient_clipping(), norm)
+        torch.nn.utils.clip_grads_with_norm_(multiplied, self.engine.gradient_clipping(), norm)
         return norm
 
     def _skip_unless_finite(self, norm: torch.Tensor) -> None:

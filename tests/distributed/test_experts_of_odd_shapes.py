@@ -1,0 +1,72 @@
+"""Experts on different ranks with a parameter without dimensions: clipped by the norm of all, as one of one element."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as in_groups
+from torch import nn
+
+import ds_parity
+from tests.distributed.cells import config
+from tests.distributed.engines import from_all
+from tests.distributed.sets import on_two_ranks
+from tests.distributed.test_pipelines import alone_in_the_process
+
+pytestmark = pytest.mark.ranks
+WIDTH = 4
+
+
+class Scaled(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full(shape, 1.5))
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x)) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        sizes = {"capacity_factor": 2.0, "eval_capacity_factor": 2.0, "min_capacity": 0}
+        self.experts = MoE(WIDTH, Scaled(shape), num_experts=2, ep_size=2, k=1, use_rts=False, **sizes)
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts.deepspeed_moe.gate.wg.weight.data.copy_(torch.randn(2, WIDTH))
+
+    def forward(self, x):
+        return self.experts(self.first(x))[0]
+
+
+def norms_of(shape):
+    """The norm of each of three steps, and a weight that all ranks have behind each."""
+    model, found = Net(shape), []
+    parameters = in_groups([{"params": list(model.parameters()), "name": "all"}])
+    made = {**config(0, passes=2), "gradient_clipping": 0.1}
+    del made["optimizer"], made["scheduler"]
+    engine = ds_parity.initialize(model=model, optimizer=torch.optim.SGD(parameters, lr=0.1), config=made)[0]
+    for number in range(3):
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        engine.backward((engine(x.to(engine.device)) - 3).square().mean())
+        engine.step()
+        found.append([engine.last_step.grad_norm, model.first.weight.flatten().tolist()])
+    engine.destroy()
+    return found
+
+
+@on_two_ranks
+@alone_in_the_process
+def scaled_experts(folder):
+    return from_all([norms_of(()), norms_of((1,))])
+
+
+def test_all_ranks_clip_by_the_norm_of_all_experts(two_ranks):
+    first, second = two_ranks.of(scaled_experts)
+    assert first == second
+    for scalar, vector in zip(*first, strict=True):
+        assert scalar[0] == pytest.approx(vector[0], rel=1e-6)
+        assert scalar[1] == pytest.approx(vector[1], rel=1e-6)
+        assert scalar[0] > 0.1
