@@ -46,6 +46,8 @@ SUMMED = [*WHOLE, "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
         (WHOLE, WRITTEN),
         (WHOLE, ["zero_pp_rank_0_mp_rank_00_optim_states.pt"]),
         (SUMMED, ["zero_pp_rank_0_mp_rank_00_model_states.pt"]),
+        (SUMMED, ["expp_rank_1_mp_rank_00_optim_states.pt"]),
+        ([*WHOLE, "expp_rank_0_mp_rank_00_optim_states.pt"], ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]),
     ],
 )
 class TestFilesOfAnotherStage:

@@ -9,9 +9,10 @@ from typing import Final
 
 import psutil  # type: ignore[import-untyped]
 
-_FILE: Final = re.compile(r"(?:((?:bf16_)?)zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
+_FILE: Final = re.compile(r"(?:((?:bf16_)?zero_pp|expp)_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
+_OF_EXPERTS: Final = "expp"  # optimizer's files of ranks that have experts, on ZeRO 0
 _Kind = tuple[str | None, str, str]
-"""What stands before `zero_pp_rank_` (None: the file is no rank's), the part of the model, and what the file has."""
+"""How names begin (None: the file is no rank's), the part of the model, and what the file has."""
 
 _SAVED: Final[dict[Path, dict[str, int]]] = {}
 """By folder: the files that engines of this process have saved there, and when each was changed (in ns)."""
@@ -80,7 +81,9 @@ class _Written:
         models = self._of(part, "model")
         if what == "model":  # a file for each rank on ZeRO 3, and one for all on the others
             return bool(models) and all((one is None) != (prefix is None) for one in models)
-        return bool(models) and not self._of(part, "optim")  # ZeRO 0 has none
+        # ZeRO 0 has none, or those of experts.
+        alike = [one for one in self._of(part, "optim") if (one == _OF_EXPERTS) == (prefix == _OF_EXPERTS)]
+        return bool(models) and not alike
 
     def have_replaced(self, kind: _Kind, rank: int) -> bool:
         prefix, part, what = kind
