@@ -149,7 +149,17 @@ def _left(src, dst):
     """Leave the weights to the optimizer's, which a whole load gives."""
 
 
-WAYS = {"moved before": None, "assigned": _assigned, "assigned in fp32": _assigned_in_fp32, "by masters": _left}
+def _swap_memory(one, other):
+    one.data, other.data = other.data.view(one.shape), one.data.view(other.shape)
+
+
+WAYS = {
+    "moved before": None,
+    "swapped before": None,
+    "assigned": _assigned,
+    "assigned in fp32": _assigned_in_fp32,
+    "by masters": _left,
+}
 
 
 @on_two_ranks
@@ -171,6 +181,8 @@ def loaded_alone(folder):
             _window(engine, 1, kind)
             if way in ("moved before", "by masters"):
                 _given_new_memory(engine.module)
+            if way == "swapped before":
+                _swap_memory(engine.module[0].bias, engine.module[2].weight)
             whole = way == "by masters"
             engine.load_checkpoint(f"{folder}/{cell}", tag="one", load_optimizer_states=whole, custom_load_fn=function)
             engine.module.to(kind)

@@ -40,10 +40,12 @@ class Bf16(Adapter):
                     parameter.data = place
 
         def restore_from_bit16_weights() -> None:
-            for parameter, place in places:  # in whatever type they were loaded
-                if parameter.shape == place.shape and parameter.data_ptr() != place.data_ptr():
-                    place.copy_(parameter.detach())
-                    parameter.data = place
+            # In whatever type they were loaded, and cloned first: what one has may lie in the place of another.
+            alike = [(one, place) for one, place in places if one.shape == place.shape]
+            moved = [(*pair, pair[0].data.clone()) for pair in alike if pair[0].data_ptr() != pair[1].data_ptr()]
+            for parameter, place, values in moved:
+                place.copy_(values)
+                parameter.data = place
             restore()
 
         optimizer.update_lp_params = update_lp_params  # type: ignore[method-assign]

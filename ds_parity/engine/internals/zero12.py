@@ -62,12 +62,13 @@ class Zero12(Zero):
                 optimizer._update_model_bit16_weights(index)
 
         def restore_from_bit16_weights() -> None:
-            for index, group in enumerate(optimizer.bit16_groups):
-                found = [(parameter, parameter.data) for parameter in group]
+            found = [(parameter, parameter.data) for group in optimizer.bit16_groups for parameter in group]
+            for index, _ in enumerate(optimizer.bit16_groups):
                 optimizer._update_model_bit16_weights(index)
-                for parameter, values in found:
-                    if parameter.data_ptr() != values.data_ptr():
-                        parameter.data.copy_(values)
+            # Cloned first: what one has may lie in the place of another.
+            moved = [(one, values.clone()) for one, values in found if one.data_ptr() != values.data_ptr()]
+            for parameter, values in moved:
+                parameter.data.copy_(values)
             restore()
 
         optimizer.update_lp_params = update_lp_params  # type: ignore[method-assign]
