@@ -5,7 +5,7 @@ import torch
 
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import build, from_all, one_pass, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -162,7 +162,7 @@ WAYS = {
 }
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def loaded_alone(folder):
     """By cell and way: the weights that were saved, those behind a load of weights alone, and behind a step of rate 0.
 
@@ -197,11 +197,12 @@ def loaded_alone(folder):
     return from_all(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_weights_that_were_loaded_alone_are_stepped_on(two_ranks, cell, way):
+def test_weights_that_were_loaded_alone_are_stepped_on(two_ranks_at_length, cell, way):
     if cell == "0 fp32" and way == "by masters":
         pytest.skip("torch's own optimizers have no weights of their own, which a load could give")
-    for found in two_ranks.of(loaded_alone):
+    for found in two_ranks_at_length.of(loaded_alone):
         saved, loaded, stepped = found[f"{cell}, {way}"]
         assert saved == loaded == stepped

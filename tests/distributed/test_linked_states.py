@@ -9,9 +9,9 @@ from deepspeed.utils import safe_get_full_optimizer_state
 import ds_parity
 from tests.distributed.cells import config
 from tests.distributed.engines import from_all
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 SUMMED = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 KINDS = {
@@ -85,20 +85,20 @@ def _reloaded(stage):
     return found[False], found[True]
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def reloads(folder):
     return from_all({stage: _reloaded(stage) for stage in ("1", "2")})
 
 
 @pytest.mark.parametrize("stage", ["1", "2"])
-def test_states_that_come_back_in_other_tensors_are_linked_again(two_ranks, stage):
-    for found in two_ranks.of(reloads):
+def test_states_that_come_back_in_other_tensors_are_linked_again(two_ranks_at_length, stage):
+    for found in two_ranks_at_length.of(reloads):
         kept, reloaded = found[stage]
         assert kept == reloaded
         assert len(kept) == 4
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def states(folder):
     cells = {cell: cell.split(", groups: ") for cell in CELLS}
     return from_all({cell: _read(f"{folder}/{cell}", kind, int(groups)) for cell, (kind, groups) in cells.items()})
@@ -108,15 +108,15 @@ def states(folder):
 class TestStates:
     """On ZeRO 1 and 2, with one parameter group and with two."""
 
-    def test_they_are_there_behind_the_first_step(self, two_ranks, cell):
-        for found in two_ranks.of(states):
+    def test_they_are_there_behind_the_first_step(self, two_ranks_at_length, cell):
+        for found in two_ranks_at_length.of(states):
             first, second = found[cell]["first"], found[cell]["second"]
             assert len(first) == len(second) == 4
             assert first != second
             assert all(any(one) for one in first)
 
     @pytest.mark.parametrize("engine", ["used", "new"])
-    def test_they_are_those_of_the_checkpoint_behind_a_load(self, two_ranks, cell, engine):
-        for found in two_ranks.of(states):
+    def test_they_are_those_of_the_checkpoint_behind_a_load(self, two_ranks_at_length, cell, engine):
+        for found in two_ranks_at_length.of(states):
             assert found[cell][f"{engine}, loaded"] == found[cell]["first"]
             assert found[cell][f"{engine}, trained"] == found[cell]["second"]

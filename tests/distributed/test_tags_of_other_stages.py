@@ -11,9 +11,9 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import ds_parity
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 PAIRS = {f"{first} before {second}": (first, second) for first, second in permutations(STAGES, 2)}
 
 
@@ -48,7 +48,7 @@ def _files(folder):
     return sorted(file.name for file in Path(folder, "the last").glob("*.pt"))
 
 
-@on_two_ranks
+@at_length_on_two_ranks
 def stages_in_turns(folder):
     results, alone = {}, {}
     for stage in STAGES:
@@ -72,16 +72,16 @@ def stages_in_turns(folder):
 class TestStagesInTurns:
     """The last save alone is there."""
 
-    def test_the_files_are_those_of_the_last_save(self, two_ranks, pair):
-        for found in two_ranks.of(stages_in_turns):
+    def test_the_files_are_those_of_the_last_save(self, two_ranks_at_length, pair):
+        for found in two_ranks_at_length.of(stages_in_turns):
             assert found[pair]["files"]
 
-    def test_the_stage_of_the_first_one_loads_nothing(self, two_ranks, pair):
+    def test_the_stage_of_the_first_one_loads_nothing(self, two_ranks_at_length, pair):
         alike = set(PAIRS[pair]) == {1, 2}
-        for found in two_ranks.of(stages_in_turns):
+        for found in two_ranks_at_length.of(stages_in_turns):
             assert found[pair]["loaded"].startswith("nothing was raised" if alike else "CheckpointError: ")
 
-    def test_what_zero_to_fp32_gives_is_that_of_the_last_save(self, two_ranks, pair):
+    def test_what_zero_to_fp32_gives_is_that_of_the_last_save(self, two_ranks_at_length, pair):
         if PAIRS[pair][1]:  # ZeRO 0 has no files for it
-            for found in two_ranks.of(stages_in_turns):
+            for found in two_ranks_at_length.of(stages_in_turns):
                 assert found[pair]["state"] == {"layer.weight": [2.0], "scale": [2.0]}
