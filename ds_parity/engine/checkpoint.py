@@ -29,7 +29,7 @@ from ds_parity.engine.internals.checkpoints import (
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
-from ds_parity.engine.internals.model_parts import number_of_parts
+from ds_parity.engine.internals.model_parts import divided_by_mpu, number_of_parts
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
@@ -326,7 +326,7 @@ def _refuse_weights_of_parts_alone(driver: Driver) -> None:
 
 def _refuse_universal_of_parts(engine: Any, load_dir: str) -> None:
     """Raise CheckpointError for a universal checkpoint with an mpu: conversions know no parts but those of AutoTP."""
-    if engine.load_universal_checkpoint() and engine.autotp_size() < 2 and number_of_parts(engine) > 1:
+    if engine.load_universal_checkpoint() and divided_by_mpu(engine):
         raise CheckpointError(
             f"load_checkpoint({load_dir!r}) of a universal checkpoint with an mpu that divides the model: DeepSpeed's "
             "conversion knows nothing of its parts (checkpoint/ds_to_universal.py). Nothing was loaded; load the "

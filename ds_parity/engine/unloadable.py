@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_parity.engine.internals.checkpoints import OF_WRAPPERS, REFUSALS, parts_of
-from ds_parity.engine.internals.model_parts import number_of_parts
+from ds_parity.engine.internals.model_parts import divided_by_mpu
 from ds_parity.engine.internals.schedule import behind_proxy
 from ds_parity.errors import CheckpointError
 
@@ -112,12 +112,9 @@ def _refused(driver: Loading, load_dir: str, tag: Any, error: Exception) -> Chec
     stage, saved_on = int(driver.engine.zero_optimization_stage()), _saved_on(folder)
     if saved_on is not None and stage not in saved_on:
         return _of_another_stage(stage, saved_on, load_dir, said)
-    engine = driver.engine
-    # The grid of a pipeline is an mpu, too.
-    by_mpu = engine.mpu is not None and not hasattr(engine, "grid") and engine.autotp_size() < 2
     way_out = (
         "start as many data-parallel ranks as saved it: a conversion knows nothing of the parts of an mpu"
-        if by_mpu and number_of_parts(engine) > 1
+        if divided_by_mpu(driver.engine)
         else f'convert it ({_CONVERT}) and load that with "checkpoint": {{"load_universal": true}} in the configuration'
     )
     return CheckpointError(

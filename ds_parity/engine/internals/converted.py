@@ -2,7 +2,7 @@
 
 On ZeRO 1 and 2 passes compute in that type until the next step, in which DeepSpeed writes its own weights back, in the
 old type; on ZeRO 0 torch or DeepSpeed raises somewhere inside. Converted there and back, all is as it was, but for
-BF16_Optimizer's (`Bf16.put_back`). Measured in DeepSpeed 0.19.8 by tests/distributed/test_converted.py.
+BF16_Optimizer's (`Bf16._keep_in_place`). Measured in DeepSpeed 0.19.8 by tests/distributed/test_converted.py.
 """
 
 from __future__ import annotations

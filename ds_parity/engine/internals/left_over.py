@@ -14,6 +14,9 @@ _OF_EXPERTS: Final = "expp"  # optimizer's files of ranks that have experts, on 
 _Kind = tuple[str | None, str, str]
 """How names begin (None: the file is no rank's), the part of the model, and what the file has."""
 
+_BEGAN: Final = psutil.Process().create_time() * 1e9
+"""When this process began (in ns), which may be long before the first use of ds_parity."""
+
 _SAVED: Final[dict[Path, dict[str, int]]] = {}
 """By folder: the files that engines of this process have saved there, and when each was changed (in ns)."""
 
@@ -96,7 +99,7 @@ def _may_go(file: Path, before: dict[str, int]) -> bool:
         changed = file.stat().st_mtime_ns
     except FileNotFoundError:  # another rank has removed it
         return True
-    return changed == before.get(file.name) or changed < psutil.Process().create_time() * 1e9
+    return changed == before.get(file.name) or changed < _BEGAN
 
 
 def _kind(match: re.Match[str]) -> _Kind:

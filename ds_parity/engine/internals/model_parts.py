@@ -42,6 +42,17 @@ def number_of_parts(engine: Engine) -> int:
     return 1 if engine.sequence_parallel_size > 1 else len(parts_of(engine.mpu))
 
 
+def divided_by_mpu(engine: Engine) -> bool:
+    """Return whether an mpu of the caller's divides the model: not AutoTP, and no stages of a pipeline.
+
+    Args:
+        engine: the bare engine, of a pipeline or not.
+    """
+    # The grid of a pipeline is an mpu, too.
+    given = engine.mpu is not None and not hasattr(engine, "grid")
+    return given and engine.autotp_size() < 2 and number_of_parts(engine) > 1
+
+
 def has_parts(engine: Engine) -> bool:
     """Return whether a model's parameters are parts, by AutoTP, or by an mpu and the marks that Megatron gives them.
 
