@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.checkpoints import going_on
 from ds_parity.engine.internals.identity import marked
-from ds_parity.engine.internals.left_over import remove_left_over
+from ds_parity.engine.internals.left_over import changed_at, remove_left_over
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.writers import Writer
@@ -50,6 +50,11 @@ class Saving:
     # Not by torch's or Python's random numbers, which are the loop's.
     identity: str = field(default_factory=lambda: uuid4().hex)
     replaces: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Of the checkpoint."""
+        return Path(self.save_dir) / self.tag
 
     @classmethod
     def of(
@@ -142,32 +147,31 @@ def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any], gather: Ga
     identity = state[KEY][IDENTITY]
     with going_on(adapter.engine) as errors, marked(adapter.engine, identity) as names:
         saved = adapter.engine.save_checkpoint(saving.save_dir, saving.tag, state, by_deepspeed, saving.without_frozen)
-    everywhere = gather((_said(errors), sorted(names)))
+    everywhere = gather((_said(errors), changed_at(saving.folder, sorted(names))))
     _refuse_a_part(saving, "its files", errors, [said for said, _ in everywhere])
-    _remove_left_over(saving, {name for _, there in everywhere for name in there})
+    _remove_left_over(saving, {name: changed for _, there in everywhere for name, changed in there.items()})
     if saving.names_latest and not by_deepspeed:
         name_latest(saving, gather)
     return saved
 
 
-def _remove_left_over(saving: Saving, names: Collection[str]) -> None:
-    folder = Path(saving.save_dir) / saving.tag
+def _remove_left_over(saving: Saving, written: Mapping[str, int]) -> None:
     try:
-        others = remove_left_over(folder, names)
+        others = remove_left_over(saving.folder, written)
     except OSError as error:
         _LOG.warning(
             "a file that an earlier save under the tag %r has left could not be removed (%s): remove the files of "
             "mp_rank_* in %s that are older than this save before it is loaded or converted",
             saving.tag,
             in_short(error),
-            folder,
+            saving.folder,
         )
         return
     if others and dist.get_rank() == 0:
         _LOG.warning(
             "%s was written since this process began, by another engine than ds_parity's, on another ZeRO stage: it is "
             "left, but a conversion takes it for a part of this save; give each engine a folder of its own",
-            folder / others[0],
+            saving.folder / others[0],
         )
 
 

@@ -4,12 +4,16 @@ import os
 
 import pytest
 
-from ds_parity.engine.internals.left_over import remove_left_over
+from ds_parity.engine.internals.left_over import changed_at, remove_left_over
 
 WRITTEN = [
     *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)),
     *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)),
 ]
+
+
+def removed_from(folder, names):
+    return remove_left_over(folder, changed_at(folder, names))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +35,7 @@ WRITTEN = [
 def test_a_file_of_a_rank_that_has_not_saved_is_removed(tmp_path, name, removed):
     for one in [*WRITTEN, name]:
         (tmp_path / one).touch()
-    remove_left_over(tmp_path, WRITTEN)
+    removed_from(tmp_path, WRITTEN)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*WRITTEN, *([] if removed else [name])])
 
 
@@ -58,35 +62,35 @@ class TestFilesOfAnotherStage:
             (tmp_path / one).touch()
         for one in names:
             os.utime(tmp_path / one, (0, 0))
-        assert remove_left_over(tmp_path, written) == []
+        assert removed_from(tmp_path, written) == []
         assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
 
     def test_those_that_another_engine_may_have_saved_are_told(self, tmp_path, written, names):
         for one in [*written, *names]:
             (tmp_path / one).touch()
-        assert remove_left_over(tmp_path, written) == sorted(names)
-        assert remove_left_over(tmp_path, written) == sorted(names)
+        assert removed_from(tmp_path, written) == sorted(names)
+        assert removed_from(tmp_path, written) == sorted(names)
         assert len(list(tmp_path.iterdir())) == len([*written, *names])
 
     def test_those_of_an_earlier_save_of_this_process_are_removed(self, tmp_path, written, names):
         first = [*(WHOLE if "optim" in names[0] else []), *names]
         for one in first:
             (tmp_path / one).touch()
-        remove_left_over(tmp_path, first)
+        removed_from(tmp_path, first)
         for one in written:
             (tmp_path / one).touch()
-        assert remove_left_over(tmp_path, written) == []
+        assert removed_from(tmp_path, written) == []
         assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
 
     def test_those_that_another_engine_has_saved_over_ours_are_told(self, tmp_path, written, names):
         first = [*(WHOLE if "optim" in names[0] else []), *names]
         for one in first:
             (tmp_path / one).touch()
-        remove_left_over(tmp_path, first)
+        removed_from(tmp_path, first)
         for one in [*written, *names]:
             (tmp_path / one).touch()
             os.utime(tmp_path / one, (2**32, 2**32))
-        assert remove_left_over(tmp_path, written) == sorted(names)
+        assert removed_from(tmp_path, written) == sorted(names)
         assert len(list(tmp_path.iterdir())) == len({*written, *names})
 
     def test_those_of_another_part_of_the_model_stay(self, tmp_path, written, names):
@@ -94,7 +98,7 @@ class TestFilesOfAnotherStage:
         for one in [*written, *others]:
             (tmp_path / one).touch()
             os.utime(tmp_path / one, (0, 0))
-        assert remove_left_over(tmp_path, written) == []
+        assert removed_from(tmp_path, written) == []
         assert len(list(tmp_path.iterdir())) == len([*written, *others])
 
 
@@ -104,7 +108,7 @@ def test_what_belongs_to_another_engine_s_files_stays_with_them(tmp_path):
     theirs = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", *WHOLE]
     for one in [*written, *theirs]:
         (tmp_path / one).touch()
-    assert remove_left_over(tmp_path, written) == theirs
+    assert removed_from(tmp_path, written) == theirs
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -114,5 +118,24 @@ def test_what_cannot_be_removed_keeps_nothing_else(tmp_path):
     for rank in (2, 3, 5):
         (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").mkdir()
     with pytest.raises(OSError, match="zero_pp_rank_"):
-        remove_left_over(tmp_path, WRITTEN)
+        removed_from(tmp_path, WRITTEN)
     assert sorted(file.name for file in tmp_path.iterdir() if file.is_file()) == sorted(WRITTEN)
+
+
+def test_no_file_of_the_save_is_asked_for_when_it_was_changed(tmp_path, monkeypatch):
+    """Each rank says it of its own files: at 1,000 ranks, all of all would be a million questions."""
+    for one in WRITTEN:
+        (tmp_path / one).touch()
+    written = changed_at(tmp_path, WRITTEN)
+    asked = []
+    stat = type(tmp_path).stat
+    monkeypatch.setattr(type(tmp_path), "stat", lambda path, **how: asked.append(path.name) or stat(path, **how))
+    remove_left_over(tmp_path, written)
+    assert not {*asked} & {*WRITTEN}
+
+
+def test_a_file_that_is_still_to_be_written_was_changed_at_no_time(tmp_path):
+    (tmp_path / WHOLE[0]).touch()
+    changed = changed_at(tmp_path, [*WHOLE, *WRITTEN])
+    assert changed[WHOLE[0]] > 0
+    assert {changed[name] for name in WRITTEN} == {0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,11 +17,22 @@ _Kind = tuple[str | None, str, str]
 _BEGAN: Final = psutil.Process().create_time() * 1e9
 """When this process began (in ns), which may be long before the first use of ds_parity."""
 
-_SAVED: Final[dict[Path, dict[str, int]]] = {}
+_SAVED: Final[dict[Path, Mapping[str, int]]] = {}
 """By folder: the files that engines of this process have saved there, and when each was changed (in ns)."""
 
 
-def remove_left_over(folder: Path, names: Collection[str]) -> list[str]:
+def changed_at(folder: Path, names: Collection[str]) -> dict[str, int]:
+    """Return when each file was changed (in ns), and 0 for one that a thread is still to write."""
+    changed = {}
+    for name in names:
+        try:
+            changed[name] = (folder / name).stat().st_mtime_ns
+        except OSError:  # the others wait for what this rank says
+            changed[name] = 0
+    return changed
+
+
+def remove_left_over(folder: Path, written: Mapping[str, int]) -> list[str]:
     """Remove the files that an earlier save under a tag has left, and return those that may be somebody else's.
 
     They are of ranks that this save has not, of fp32 where this one is in bf16 (or the reverse), or of another ZeRO
@@ -33,7 +44,8 @@ def remove_left_over(folder: Path, names: Collection[str]) -> list[str]:
 
     Args:
         folder: of the tag, which every rank has written its files into.
-        names: of the files that all ranks have written.
+        written: names of the files that all ranks have written, and when each was changed (`changed_at`). A rank says
+            it of its own: if each asked for those of all, the file system would be asked ranks * ranks times.
 
     Returns:
         Names of files that an engine which ds_parity knows nothing of has saved since this process began: those of
@@ -42,14 +54,14 @@ def remove_left_over(folder: Path, names: Collection[str]) -> list[str]:
     Raises:
         OSError: one can't be removed; all others are.
     """
-    written = _Written(names)
+    save = _Written(written)
     there = {file: match for file in sorted(folder.iterdir()) if (match := _FILE.fullmatch(file.name))}
-    strays = {file for file, match in there.items() if written.are_of_another_stage(_kind(match))}
+    strays = {file for file, match in there.items() if save.are_of_another_stage(_kind(match))}
     before, errors = _SAVED.get(folder.resolve(), {}), []
     others = {file for file in strays if not _may_go(file, before)}
     of_others = {there[file][3] for file in others}
     for file, match in there.items():
-        if file in others or not (file in strays or written.have_replaced(_kind(match), _rank(match))):
+        if file in others or not (file in strays or save.have_replaced(_kind(match), _rank(match))):
             continue
         if match[3] in of_others and not _may_go(file, before):
             others.add(file)
@@ -58,7 +70,7 @@ def remove_left_over(folder: Path, names: Collection[str]) -> list[str]:
             file.unlink(missing_ok=True)  # other ranks do the same
         except OSError as error:
             errors.append(error)
-    _SAVED[folder.resolve()] = {name: (folder / name).stat().st_mtime_ns for name in names if (folder / name).exists()}
+    _SAVED[folder.resolve()] = written
     if errors:
         raise errors[0]
     return sorted(file.name for file in others)
@@ -94,7 +106,7 @@ class _Written:
         return prefix is not None and bool(alike) and (prefix not in alike or rank > alike[prefix])
 
 
-def _may_go(file: Path, before: dict[str, int]) -> bool:
+def _may_go(file: Path, before: Mapping[str, int]) -> bool:
     try:
         changed = file.stat().st_mtime_ns
     except FileNotFoundError:  # another rank has removed it
