@@ -287,9 +287,9 @@ class FrameworkEngine(ParityEngine):
 
     def _refuse_inside_passes(self) -> None:
         if self._self_driver.queue is not None:
-            raise self._owned(
-                "set_gradient_accumulation_boundary",
-                "inside passes() call engine.backward(loss) and engine.step(), not the framework's backward",
+            raise WindowError(
+                "set_gradient_accumulation_boundary() inside passes(), which knows the window's last pass; inside "
+                "passes() call engine.backward(loss) and engine.step(), not the framework's backward"
             )
 
     def _refuse_uneven_windows(self) -> None:
