@@ -62,6 +62,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
                 ranks have run other modules.
             RankDesyncError: another rank ended, or did not come in time.
         """
+        self._self_driver.adapter.kept.untrained.before_forward()
         with self._self_driver.waiting("a forward"):
             try:
                 returned = self.__wrapped__(*args, **kwargs)

@@ -125,6 +125,11 @@ class Adapter(ABC):
         return [g for p in self._trained if (g := p.grad) is not None and g.layout == torch.strided]
 
     @property
+    def gradients_in(self) -> int:
+        """How many gradients have come in since the engine was built; 0 where nobody counts them (ZeRO 0)."""
+        return 0
+
+    @property
     def clears_strays(self) -> bool:
         """Whether `discard` also takes away what a stray backward has accumulated."""
         return True

@@ -122,6 +122,11 @@ class Bf16(Adapter):
         """Return also how many came in: with `immediate_grad_update` DeepSpeed's hooks take them away at once."""
         return super().gradients_seen(), self._came_in
 
+    @property
+    def gradients_in(self) -> int:
+        """How many gradients have come in since the engine was built."""
+        return self._came_in
+
     def _note(self, _: int) -> None:
         self._came_in += 1
 

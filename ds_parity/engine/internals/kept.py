@@ -23,6 +23,7 @@ import torch
 from ds_parity.engine.internals.converted import Types
 from ds_parity.engine.internals.newcomers import Newcomers, names_of
 from ds_parity.engine.internals.stepped import guard_optimizers
+from ds_parity.engine.internals.untrained import Untrained
 from ds_parity.engine.internals.written import Samples
 from ds_parity.errors import WindowError
 
@@ -41,6 +42,7 @@ class KeptGradients:
 
     Attributes:
         broken: a stray gradient is where nothing takes it out, so that the engine can't go on.
+        untrained: warns of a loop in which no other check runs.
     """
 
     # Engines that end a window just now: two may share an optimizer.
@@ -59,6 +61,7 @@ class KeptGradients:
         self._warned = self._warned_of_frozen = False
         self._ended = False
         self.broken = False
+        self.untrained = Untrained(adapter)
 
     def end(self) -> None:
         """Guard nothing any more: the engine is destroyed."""
@@ -107,6 +110,7 @@ class KeptGradients:
         self._kept = True
         self._noted = self._adapter.gradients_seen()
         self._samples.note()
+        self.untrained.after_backward()
 
     def note_again(self) -> None:
         """Note the gradients anew where DeepSpeed goes over to keep them elsewhere; they were right just before."""

@@ -101,6 +101,11 @@ class Zero(Adapter):
         return self._came_in
 
     @property
+    def gradients_in(self) -> int:
+        """How many gradients have come in since the engine was built."""
+        return self._came_in
+
+    @property
     def clears_strays(self) -> bool:
         """Whether `discard` takes a stray gradient away: ZeRO keeps what came in, in buckets, until they are full."""
         return False
