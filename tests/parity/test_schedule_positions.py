@@ -426,9 +426,9 @@ def test_a_warm_up_that_is_over_at_once_may_have_moved_often_in_each_step(steps,
         assert named & {"scheduler-stepped-often", "scheduler-per-pass"}, (length, named)
 
 
-def of_few(rates, others, passes, first=1):
-    """The causes that are named first of a record of few steps."""
-    pair = [trace([(rate,) for rate in side], passes, off) for side, off in ((rates, ()), (others, range(2, 9)))]
+def of_few(rates, others, passes, first=1, differs=2):
+    """The causes that are named first of a record of few steps; `differs`: losses are others from this place on."""
+    pair = [trace([(rate,) for rate in side], passes, off) for side, off in ((rates, ()), (others, range(differs, 9)))]
     moved = (
         Trace(it.header, tuple(one.model_copy(update={"step": first + n}) for n, one in enumerate(it.steps)))
         for it in pair
@@ -453,3 +453,14 @@ def test_moves_of_often_and_of_each_pass_are_named_where_they_give_as_many_rates
 def test_one_step_ahead_in_all_rates_is_no_scheduler_that_moves_often():
     square = [0.05 * (1 - n / 8) ** 2 for n in range(9)]
     assert of_few(square[:5], square[1:6], [2] * 5) == {"schedule-off-by-steps"}
+
+
+@pytest.mark.parametrize("schedule", [linear, cosine, lambda n: 0.1 * 0.9**n])
+def test_one_move_that_was_left_out_may_be_that_of_a_slower_scheduler_in_few_steps(schedule):
+    due = [schedule(n) for n in range(4)]
+    both = {"scheduler-per-outer-step", "schedule-off-by-steps"}
+    assert of_few(due, [due[n] for n in (0, 1, 1, 2)], [2] * 4, differs=3) == both
+    # More rates show which of the two it is.
+    due = [schedule(n) for n in range(5)]
+    assert of_few(due, [due[n] for n in (0, 1, 1, 2, 3)], [2] * 5, differs=3) == {"schedule-off-by-steps"}
+    assert of_few(due, [due[n] for n in (0, 1, 1, 2, 2)], [2] * 5, differs=3) == {"scheduler-per-outer-step"}

@@ -261,7 +261,16 @@ def slower(a: list[float], b: list[float], *, moves: int = 1) -> Iterator[Cause]
         for offset in range(each):
             if (len(b) - 1 + offset) // each >= moves and all(same(b[at], a[(at + offset) // each]) for at in steps):
                 yield Cause("scheduler-per-outer-step", Fit.SEQUENCE, f"the LR moves once in {each} steps")
+                yield from _left_out(a, b)
                 return
+
+
+def _left_out(a: list[float], b: list[float]) -> Iterator[Cause]:
+    """One move that was left out, where so few rates follow that a slower scheduler has them, too."""
+    at = next((at for at, (x, y) in enumerate(zip(a, b, strict=True)) if not same(y, x)), 0)
+    if at and not tells(b[at:]) and equal(a[at - 1 : -1], b[at:]):
+        said = f"the LR is that of the step before from the one with {b[at]:.4g} (due {a[at]:.4g}) on"
+        yield Cause("schedule-off-by-steps", Fit.SEQUENCE, said)
 
 
 def faster(view: View, a: list[float], b: list[float], *, beside: bool = False) -> Iterator[Cause]:
