@@ -1,4 +1,4 @@
-"""Experts on different ranks with a parameter without dimensions: clipped by the norm of all, as one of one element."""
+"""Experts on different ranks, clipped by the norm of all: with a parameter without dimensions, and beside an mpu."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import ds_parity
 from tests.distributed.cells import config
 from tests.distributed.engines import from_all
 from tests.distributed.sets import on_two_ranks
+from tests.distributed.test_model_parts import Mpu, with_mpu
 from tests.distributed.test_pipelines import alone_in_the_process
 
 pytestmark = pytest.mark.ranks
@@ -41,13 +42,18 @@ class Net(nn.Module):
         return self.experts(self.first(x))[0]
 
 
-def norms_of(shape):
+class OfOnePart(Mpu):
+    SIZE = 1
+
+
+def norms_of(shape, mpu=None):
     """The norm of each of three steps, and a weight that all ranks have behind each."""
     model, found = Net(shape), []
     parameters = in_groups([{"params": list(model.parameters()), "name": "all"}])
     made = {**config(0, passes=2), "gradient_clipping": 0.1}
     del made["optimizer"], made["scheduler"]
-    engine = ds_parity.initialize(model=model, optimizer=torch.optim.SGD(parameters, lr=0.1), config=made)[0]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    engine = ds_parity.initialize(model=model, optimizer=optimizer, config=made, mpu=mpu)[0]
     for number in range(3):
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
         engine.backward((engine(x.to(engine.device)) - 3).square().mean())
@@ -70,3 +76,17 @@ def test_all_ranks_clip_by_the_norm_of_all_experts(two_ranks):
         assert scalar[0] == pytest.approx(vector[0], rel=1e-6)
         assert scalar[1] == pytest.approx(vector[1], rel=1e-6)
         assert scalar[0] > 0.1
+
+
+@on_two_ranks
+@alone_in_the_process
+def experts_beside_an_mpu(folder):
+    alone = norms_of((1,))
+    with with_mpu():
+        return from_all([alone, norms_of((1,), OfOnePart())])
+
+
+def test_so_they_do_beside_an_mpu_that_divides_nothing(two_ranks):
+    first, second = two_ranks.of(experts_beside_an_mpu)
+    assert first == second
+    assert first[0] == first[1]

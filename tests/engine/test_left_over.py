@@ -2,6 +2,7 @@
 
 import os
 
+import psutil
 import pytest
 
 from ds_parity.engine.internals.left_over import changed_at, remove_left_over
@@ -139,3 +140,14 @@ def test_a_file_that_is_still_to_be_written_was_changed_at_no_time(tmp_path):
     changed = changed_at(tmp_path, [*WHOLE, *WRITTEN])
     assert changed[WHOLE[0]] > 0
     assert {changed[name] for name in WRITTEN} == {0}
+
+
+def test_files_of_an_earlier_process_are_removed_by_one_that_was_forked_behind_the_import(tmp_path):
+    for one in [*WRITTEN, *WHOLE]:
+        (tmp_path / one).touch()
+        os.utime(tmp_path / one, (psutil.Process().create_time() + 0.01,) * 2)  # this process had begun
+    child = os.fork()
+    if not child:
+        os._exit(int(removed_from(tmp_path, WRITTEN) != []))
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(WRITTEN)

@@ -14,9 +14,6 @@ _OF_EXPERTS: Final = "expp"  # optimizer's files of ranks that have experts, on 
 _Kind = tuple[str | None, str, str]
 """How names begin (None: the file is no rank's), the part of the model, and what the file has."""
 
-_BEGAN: Final = psutil.Process().create_time() * 1e9
-"""When this process began (in ns), which may be long before the first use of ds_parity."""
-
 _SAVED: Final[dict[Path, Mapping[str, int]]] = {}
 """By folder: the files that engines of this process have saved there, and when each was changed (in ns)."""
 
@@ -54,16 +51,18 @@ def remove_left_over(folder: Path, written: Mapping[str, int]) -> list[str]:
     Raises:
         OSError: one can't be removed; all others are.
     """
+    # Which may be long before the first use of ds_parity, and behind its import where the process was forked.
+    began = psutil.Process().create_time() * 1e9
     save = _Written(written)
     there = {file: match for file in sorted(folder.iterdir()) if (match := _FILE.fullmatch(file.name))}
     strays = {file for file, match in there.items() if save.are_of_another_stage(_kind(match))}
     before, errors = _SAVED.get(folder.resolve(), {}), []
-    others = {file for file in strays if not _may_go(file, before)}
+    others = {file for file in strays if not _may_go(file, before, began)}
     of_others = {there[file][3] for file in others}
     for file, match in there.items():
         if file in others or not (file in strays or save.have_replaced(_kind(match), _rank(match))):
             continue
-        if match[3] in of_others and not _may_go(file, before):
+        if match[3] in of_others and not _may_go(file, before, began):
             others.add(file)
             continue
         try:
@@ -106,12 +105,12 @@ class _Written:
         return prefix is not None and bool(alike) and (prefix not in alike or rank > alike[prefix])
 
 
-def _may_go(file: Path, before: Mapping[str, int]) -> bool:
+def _may_go(file: Path, before: Mapping[str, int], began: float) -> bool:
     try:
         changed = file.stat().st_mtime_ns
     except FileNotFoundError:  # another rank has removed it
         return True
-    return changed == before.get(file.name) or changed < _BEGAN
+    return changed == before.get(file.name) or changed < began
 
 
 def _kind(match: re.Match[str]) -> _Kind:

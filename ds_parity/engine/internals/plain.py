@@ -16,7 +16,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.experts import groups_of_experts, squares_of
 from ds_parity.engine.internals.fused_adam import EvenCounts
-from ds_parity.engine.internals.model_parts import parts_of
+from ds_parity.engine.internals.model_parts import number_of_parts, parts_of
 from ds_parity.engine.internals.surface import Parameter
 
 _LOG = logging.getLogger("ds_parity")
@@ -43,7 +43,7 @@ class Plain(Adapter):
         def clip_fp32_gradients() -> None:
             clipped = self._clipped()
             parameters = [_multiplied(one) for one in clipped]
-            if self.experts_apart and engine.mpu is None:
+            if self.experts_apart and number_of_parts(engine) == 1:
                 norm = self._clip_with_experts(clipped, parameters)
             else:
                 norm = clip_grad_norm_(parameters=parameters, max_norm=engine.gradient_clipping(), mpu=engine.mpu)
