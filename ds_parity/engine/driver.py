@@ -17,6 +17,7 @@ from ds_parity.engine.division import Division, Loss
 from ds_parity.engine.early import announced_early
 from ds_parity.engine.expecting import promised
 from ds_parity.engine.given_counts import GivenCounts
+from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
 from ds_parity.engine.internals.groups import members_of
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.late_pass import LatePass
@@ -91,6 +92,11 @@ class Driver(AmongRanks):
 
     # One pass.
 
+    def before_forward(self) -> None:
+        """Look whether a forward would be wrong, or belongs to a loop that trains nothing."""
+        refuse_dropped_tokens(self.engine)
+        self.adapter.kept.untrained.before_forward()
+
     def counts_given(
         self,
         rollouts: SupportsIndex | None,
@@ -144,6 +150,7 @@ class Driver(AmongRanks):
             RankDesyncError: ranks are out of sync.
         """
         self.refuse_owed_step()
+        refuse_dropped_tokens(self.engine)  # of a forward past the engine, too
         # All modules are looked through, which is not done in every pass. The first one has left gradients here, and
         # where ranks differ, ZeRO 0 would add up others in the boundary's backward (gloo ends a process there).
         refuse_strays(self, newcomers=self.ledger.window.passes == 1)

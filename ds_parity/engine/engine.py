@@ -60,9 +60,10 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         Raises:
             WindowError: on ZeRO 3, a parameter came after the engine was built, torch.compile() gave the model, or
                 ranks have run other modules.
+            ConfigError: the model has DeepSpeed's MoE layer, and another engine has brought an mpu since.
             RankDesyncError: another rank ended, or did not come in time.
         """
-        self._self_driver.adapter.kept.untrained.before_forward()
+        self._self_driver.before_forward()
         with self._self_driver.waiting("a forward"):
             try:
                 returned = self.__wrapped__(*args, **kwargs)

@@ -33,12 +33,19 @@ from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.adagrad import own_adagrad
 from ds_parity.engine.internals.autocast import keep_comm_dtype, own_autocast
 from ds_parity.engine.internals.broadcast import any_shape_is_sent
+from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.model_parts import has_parts, refuse_mixed_parts
 from ds_parity.engine.internals.older import building
 from ds_parity.engine.internals.passing_through import let_others_pass
-from ds_parity.engine.internals.tensor_groups import ranks_apart, refuse_group, refuse_remembered, with_recorded
+from ds_parity.engine.internals.tensor_groups import (
+    ranks_apart,
+    refuse_group,
+    refuse_remembered,
+    refuse_remembered_parts,
+    with_recorded,
+)
 from ds_parity.engine.internals.unable import refuse_unable
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
@@ -217,11 +224,7 @@ def honoured(
     if optimizer is None:
         # A framework knows which of its engines it trains; who calls ds_parity may have forgotten the optimizer.
         _say_what_it_is(keywords.get("model"), logging.WARNING if kind is ParityEngine else logging.INFO)
-        forward_only = bare(**{**keywords, **without_keys(keywords, extended)})
-        if has_parts(forward_only[0]):
-            refuse_mixed_parts(forward_only[0])
-        let_others_pass(forward_only[0])
-        return forward_only
+        return _forward_only({**keywords, **without_keys(keywords, extended)}, bare)
     number = agree(everybody, _alike(rewritten), keywords.get("model"))
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
@@ -289,6 +292,17 @@ def _refuse_stage_without_optimizer(extended: Mapping[str, Any]) -> None:
             "engine without one; for a model that is only run forward (a reference model) choose stage 0 or 3, to "
             "train one give optimizer=, or a section `optimizer` with a type"
         )
+
+
+def _forward_only(keywords: Mapping[str, Any], bare: Initialize) -> tuple[Any, Any, Any, Any]:
+    if keywords.get("mpu") is None:
+        refuse_remembered_parts()
+    returned = bare(**keywords)
+    if has_parts(returned[0]):
+        refuse_mixed_parts(returned[0])
+    refuse_dropped_tokens(returned[0])
+    let_others_pass(returned[0])
+    return returned
 
 
 def _say_what_it_is(model: Any, level: int) -> None:

@@ -1,15 +1,17 @@
-"""Experts on different ranks, clipped by the norm of all: with a parameter without dimensions, and beside an mpu."""
+"""Experts on different ranks, clipped by the norm of all, with a parameter without dimensions; and beside an mpu."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as in_groups
+from deepspeed.utils import groups
 from torch import nn
 
 import ds_parity
 from tests.distributed.cells import config
-from tests.distributed.engines import from_all
+from tests.distributed.engines import from_all, refusal
+from tests.distributed.sequence import remembering
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_model_parts import Mpu, with_mpu
 from tests.distributed.test_pipelines import alone_in_the_process
@@ -46,14 +48,19 @@ class OfOnePart(Mpu):
     SIZE = 1
 
 
-def norms_of(shape, mpu=None):
-    """The norm of each of three steps, and a weight that all ranks have behind each."""
-    model, found = Net(shape), []
+def engine_of(shape, mpu=None, **keys):
+    model = Net(shape)
     parameters = in_groups([{"params": list(model.parameters()), "name": "all"}])
-    made = {**config(0, passes=2), "gradient_clipping": 0.1}
+    made = {**config(0, passes=2), "gradient_clipping": 0.1, **keys}
     del made["optimizer"], made["scheduler"]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    engine = ds_parity.initialize(model=model, optimizer=optimizer, config=made, mpu=mpu)[0]
+    return ds_parity.initialize(model=model, optimizer=optimizer, config=made, mpu=mpu)[0]
+
+
+def norms_of(shape, mpu=None):
+    """The norm of each of three steps, and a weight that all ranks have behind each."""
+    engine, found = engine_of(shape, mpu), []
+    model = engine.module
     for number in range(3):
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
         engine.backward((engine(x.to(engine.device)) - 3).square().mean())
@@ -90,3 +97,30 @@ def test_so_they_do_beside_an_mpu_that_divides_nothing(two_ranks):
     first, second = two_ranks.of(experts_beside_an_mpu)
     assert first == second
     assert first[0] == first[1]
+
+
+@on_two_ranks
+@alone_in_the_process
+def experts_among_ranks_of_one_model(folder):
+    """What is said where the layer would take other tokens for the same."""
+    x, said = torch.ones(6, WIDTH), {}
+    with remembering() as mpu:
+        said["slices of a sequence"] = refusal(lambda: engine_of((1,), mpu, sequence_parallel_size=2))
+    with with_mpu() as mpu:
+        engine = engine_of((1,))
+        groups.mpu = mpu  # as an engine leaves it that is built now
+        said["a forward"] = refusal(lambda: engine(x))
+        said["a backward past the engine"] = refusal(lambda: engine.backward(engine.module.first(x).mean()))
+        groups.mpu = None
+        engine.backward(engine(x).mean())
+        engine.step()
+        engine.destroy()
+        runs_forward = {key: value for key, value in config(0).items() if key not in ("optimizer", "scheduler")}
+        said["forwards alone"] = refusal(lambda: ds_parity.initialize(model=Net((1,)), config=runs_forward, mpu=mpu))
+    return from_all(said)
+
+
+@pytest.mark.parametrize("name", ["slices of a sequence", "a forward", "a backward past the engine", "forwards alone"])
+def test_tokens_of_ranks_that_have_one_model_or_sequence_are_not_dropped(two_ranks, name):
+    for said in two_ranks.of(experts_among_ranks_of_one_model):
+        assert said[name].startswith("ConfigError: an engine with DeepSpeed's MoE layer, while the mpu of deepspeed")

@@ -61,7 +61,7 @@ OTHERS = {
         "clear_autocast_cache",
         "enable_grad",
         "encode",
-        "get_data_parallel_group",  # of an mpu that a caller makes
+        *("get_data_parallel_group", "get_model_parallel_world_size"),  # of an mpu that a caller makes
         "off",
         "enter_context",
         "expand_as",

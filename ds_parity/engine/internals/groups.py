@@ -17,6 +17,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
 from ds_parity.engine.internals.model_parts import (
     divided_over,
     parts_of,
@@ -87,6 +88,7 @@ def members_of(engine: Engine, size: int) -> Members:
     Raises:
         ConfigError: the engine has groups of another size, or sums gradients wrongly over them.
     """
+    refuse_dropped_tokens(engine)
     if (tensor := max(1, engine.autotp_size())) > 1:
         own = peers_of(engine, tensor)
         refuse_mixed_parts(engine)

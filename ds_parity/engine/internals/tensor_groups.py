@@ -138,6 +138,24 @@ def refuse_remembered() -> None:
         _refuse_fewer_ranks(groups.mpu)
 
 
+def refuse_remembered_parts() -> None:
+    """Raise ConfigError where DeepSpeed would end in an AttributeError for an engine that only runs forward.
+
+    It asks the engine's mpu, which is None, for a rank among those of the one that it remembers (runtime/engine.py,
+    _configure_distributed_model). Of sequence parallelism it does not.
+    """
+    kept = deepspeed.utils.groups.mpu
+    if kept is None or hasattr(kept, "initialize_sequence_parallel"):
+        return
+    ranks = kept.get_model_parallel_world_size()
+    if ranks > 1:
+        raise ConfigError(
+            f"no mpu is given, but an earlier engine of this process had one (or AutoTP) that divides the model over "
+            f"{ranks} ranks, and deepspeed.utils.groups keeps it. Pass that mpu again if this model is divided, too, "
+            "or set deepspeed.utils.groups.mpu to None before initialize()"
+        )
+
+
 def _refuse_fewer_ranks(kept: Any) -> None:
     try:
         ranks = dist.get_process_group_ranks(kept.get_data_parallel_group())
