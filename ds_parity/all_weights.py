@@ -71,11 +71,17 @@ def with_all_experts(module: nn.Module, own: Iterable[tuple[nn.Parameter, _T]]) 
         module: the model.
         own: parameters of this rank in the order of `named_parameters`, and what belongs to each.
     """
-    layers = [one for one in module.modules() if isinstance(one, MOELayer) and one.ep_group is not None]
+    layers: list[Any] = [one for one in module.modules() if is_layer_of_experts(one) and one.ep_group is not None]
     shared = {id(p): one.ep_group for one in layers if one.ep_size > 1 for p in one.experts.parameters()}
     for group, run in groupby(own, key=lambda pair: shared.get(id(pair[0]))):
         parts = (part for _, part in run)
         yield from parts if group is None else _of_all_ranks(list(parts), group)
+
+
+def is_layer_of_experts(module: nn.Module) -> bool:
+    """Return whether a module is DeepSpeed's layer of experts, or one of its AutoEP's (`expert_parallel`)."""
+    # By the mark, because older releases have no such class (module_inject/auto_ep_layer.py, AutoEPMoELayer, 0.19.8).
+    return isinstance(module, MOELayer) or getattr(module, "_is_autoep_layer", False) is True
 
 
 def whole(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from deepspeed.moe.sharded_moe import MOELayer
 
+from ds_parity.all_weights import is_layer_of_experts
 from ds_parity.engine.internals.surface import ExpertLayer
 
 
 def groups_of_experts(module: torch.nn.Module) -> dict[int, Any]:
     """Return by the `id` of each parameter of an expert the ranks that have the experts of its layer among them."""
-    layers: list[ExpertLayer] = [one for one in module.modules() if isinstance(one, MOELayer)]
+    layers: list[ExpertLayer] = [cast(ExpertLayer, one) for one in module.modules() if is_layer_of_experts(one)]
     return {id(p): one.ep_group for one in layers for p in one.experts.parameters()}
 
 
