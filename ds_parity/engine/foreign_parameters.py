@@ -1,11 +1,12 @@
 """Parameters that are given to be trained and are none of the model, and a scheduler of another optimizer.
 
-Nothing would ever train the model's own, or move the rates that they are trained with.
+Nothing would ever train the model's own, or move the rates that they are trained with. And how the parameters lie in
+the groups of an optimizer, which must be the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -147,6 +148,50 @@ def handed_over(keywords: Mapping[str, Any]) -> list[torch.Tensor]:
         keywords: of `deepspeed.initialize`. A group that can be read once only is left out.
     """
     return list(_parameters(_given(keywords)))
+
+
+def groups_in_words(keywords: Mapping[str, Any]) -> dict[str, str]:
+    """Return where each parameter lies in the optimizer, and what its groups say: all ranks need the same.
+
+    ZeRO cuts each group into parts by places alone, and adds the gradients of one place up over the ranks. Where ranks
+    have another order (groups that were made of a `set`, in which the order is by chance; DeepSpeed's own for experts
+    of several sizes: tools/deepspeed_faults/experts_in_any_order.py), gradients of other parameters are added.
+
+    Args:
+        keywords: of `deepspeed.initialize`. What can be read once only is left out.
+
+    Returns:
+        By what the loop would call it. A rank has experts of its own, of which only the groups are told.
+    """
+    model, optimizer, given = keywords.get("model"), keywords.get("optimizer"), _given(keywords)
+    names = {id(one): name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    # DeepSpeed sends the first rank's weights in this order, and steps in it where it is given no other.
+    told = {f"the place of {names[id(one)]} in the model": str(at) for at, one in enumerate(_shared(names, parameters))}
+    if hasattr(optimizer, "param_groups"):
+        told["the class of the optimizer"] = type(optimizer).__name__
+    experts: dict[str, list[str]] = {}
+    for number, group in enumerate([one for one in given if isinstance(one, Mapping)] or [{"params": given}]):
+        told[f"parameter group {number}"] = _said_by(group)
+        inside = list(_parameters([group]))
+        for at, one in enumerate(_shared(names, inside)):
+            told[f"the place of {names[id(one)]} in the optimizer"] = f"{at} of group {number}"
+        for one in filter(_is_expert, inside):
+            experts.setdefault(f"experts of {getattr(one, 'group_name', 'a rank')}", []).append(f"group {number}")
+    return told | {which: ", ".join(dict.fromkeys(where)) for which, where in experts.items()}
+
+
+def _shared(names: Container[int], parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (one for one in parameters if id(one) in names and not _is_expert(one))
+
+
+def _is_expert(parameter: torch.Tensor) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
+def _said_by(group: Mapping[str, Any]) -> str:
+    plain = (name for name, value in group.items() if isinstance(value, (bool, int, float, str)))
+    return ", ".join(f"{name} {group[name]!r}" for name in sorted(plain))
 
 
 def _given(keywords: Mapping[str, Any]) -> Any:

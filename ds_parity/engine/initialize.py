@@ -23,6 +23,7 @@ from ds_parity.config.unfilled import refuse_unfilled
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.foreign_parameters import (
     groups_handed_over,
+    groups_in_words,
     handed_over,
     held,
     refuse_foreign_parameters,
@@ -34,6 +35,7 @@ from ds_parity.engine.internals.adagrad import own_adagrad
 from ds_parity.engine.internals.autocast import keep_comm_dtype, own_autocast
 from ds_parity.engine.internals.broadcast import any_shape_is_sent
 from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
+from ds_parity.engine.internals.experts_in_order import experts_in_one_order
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.model_parts import has_parts, refuse_mixed_parts
@@ -225,11 +227,18 @@ def honoured(
         # A framework knows which of its engines it trains; who calls ds_parity may have forgotten the optimizer.
         _say_what_it_is(keywords.get("model"), logging.WARNING if kind is ParityEngine else logging.INFO)
         return _forward_only({**keywords, **without_keys(keywords, extended)}, bare)
-    number = agree(everybody, _alike(rewritten), keywords.get("model"))
+    number = agree(everybody, {**_alike(rewritten), **groups_in_words(keywords)}, keywords.get("model"))
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
-    with saying_what_is_waited_for(), building(), any_shape_is_sent(), own_adagrad(), own_autocast():
+    with (
+        saying_what_is_waited_for(),
+        building(),
+        any_shape_is_sent(),
+        own_adagrad(),
+        own_autocast(),
+        experts_in_one_order(),
+    ):
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
         keep_comm_dtype(engine)
     with all_or_none(everybody):

@@ -142,7 +142,16 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
     raise RankDesyncError(
         f"ranks differ in {_some([_differing(key, whole) for key in keys])}. All ranks need the same configuration and "
         "the same model, and initialize their engines in the same order; look at what this rank was started with"
+        f"{_BY_CHANCE if any(key.startswith(_OF_PLACES) for key in keys) else ''}"
     )
+
+
+_OF_PLACES: Final = ("the place of ", "experts of ")
+_BY_CHANCE: Final = (
+    ". The parameters of an optimizer must have one order on all ranks: make its groups of lists, because the order of "
+    "a set is by chance (so is that of split_params_into_different_moe_groups_for_optimizer with experts of several "
+    "ep_size, unless all ranks are started with PYTHONHASHSEED=0)"
+)
 
 
 def _stage(config: Mapping[str, Any]) -> int:

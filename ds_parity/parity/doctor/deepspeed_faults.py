@@ -288,6 +288,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the model has DeepSpeed's MoE layers, and the optimizer is none of DeepSpeed's fused Adam",
     ),
     DeepSpeedFault(
+        "experts_in_any_order",
+        "ranks add up gradients of other experts, and come to norms and weights of their own, without an error",
+        "start all ranks with PYTHONHASHSEED=0, or sort the parameter groups of experts by their names",
+        lambda c: c.stage in (1, 2),
+        "the model has experts of several ep_size (DeepSpeed's MoE)",
+    ),
+    DeepSpeedFault(
         "checkpoint_bf16_zero0",
         "a checkpoint has no state of the optimizer: the step after loading it undoes what was loaded",
         "use ZeRO 1 or 2",

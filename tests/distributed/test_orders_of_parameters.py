@@ -1,0 +1,167 @@
+"""ZeRO adds gradients up by the places of their parameters: where ranks have other orders, no engine is built."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as in_groups
+from deepspeed.runtime import engine as deepspeed_engine
+
+import ds_parity
+from ds_parity.engine.internals.replaced import wrapped
+from tests.distributed.cells import STAGES, config
+from tests.distributed.engines import from_all, refusal
+from tests.distributed.sets import on_two_ranks
+from tests.distributed.test_pipelines import alone_in_the_process
+
+pytestmark = pytest.mark.ranks
+WIDTH = 4
+MADE = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            setattr(self, name, torch.nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+def by_dimensions(model, parts):
+    return [{"params": [p for p in model.parameters() if p.dim() == dim], **said} for dim, said in parts]
+
+
+def within(model, apart):
+    ordered = list(model.parameters())
+    return torch.optim.SGD(ordered[::-1] if apart else ordered, lr=0.1)
+
+
+def of_groups(model, apart):
+    parts = [(2, {}), (1, {})]
+    return torch.optim.SGD(by_dimensions(model, parts[::-1] if apart else parts), lr=0.1)
+
+
+def of_rates(model, apart):
+    return torch.optim.SGD(by_dimensions(model, [(2, {"lr": 0.2 if apart else 0.1}), (1, {"lr": 0.1})]))
+
+
+def of_classes(model, apart):
+    return (torch.optim.Adam if apart else torch.optim.SGD)(model.parameters(), lr=0.1)
+
+
+WAYS = {"within a group": within, "of groups": of_groups, "of rates": of_rates, "of classes": of_classes}
+
+
+def built(stage, way, apart):
+    made = config(stage, passes=2)
+    del made["scheduler"]
+    if way == "of the model":
+        model, given = Net(("two", "one") if apart else ("one", "two")), {}
+        made["optimizer"] = MADE
+    elif way == "of model_parameters":
+        model = Net(("one", "two"))
+        ordered = list(model.parameters())
+        given = {"model_parameters": ordered[::-1] if apart else ordered}
+        made["optimizer"] = MADE
+    else:
+        model = Net(("one", "two"))
+        given = {"optimizer": WAYS[way](model, apart)}
+        del made["optimizer"]
+    made["zero_allow_untested_optimizer"] = True
+    ds_parity.initialize(model=model, config=made, **given)[0].destroy()
+
+
+ALL = (*WAYS, "of the model", "of model_parameters")
+
+
+@on_two_ranks
+def orders(folder):
+    """By stage and way: what each rank says where its order is another, and where it is the same."""
+    last = dist.get_rank() == 1
+    return {
+        f"{stage} {way}": [from_all(refusal(lambda s=stage, w=way, a=apart: built(s, w, a))) for apart in (last, False)]
+        for stage in STAGES
+        for way in ALL
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ALL)
+def test_ranks_with_another_order_are_told(two_ranks, stage, way):
+    apart, alike = two_ranks.of(orders)[f"{stage} {way}"]
+    assert alike == ["nothing was raised"] * 2
+    for said in apart:
+        assert said.startswith("RankDesyncError: ranks differ in ")
+        named = {"of rates": "parameter group 0 (", "of classes": "the class of the optimizer ("}
+        assert named.get(way, "the place of one.") in said
+        assert ("the order of a set is by chance" in said) is (way not in named)
+
+
+class Experts(torch.nn.Module):
+    """A layer with all experts on each rank, and one with an expert on each of two."""
+
+    def __init__(self):
+        super().__init__()
+        options = {"k": 1, "drop_tokens": False, "min_capacity": 0, "use_rts": False, "num_experts": 2}
+        for size in (1, 2):
+            setattr(self, f"of_{size}", MoE(WIDTH, torch.nn.Linear(WIDTH, WIDTH, bias=False), ep_size=size, **options))
+        for number, weight in enumerate(self.parameters()):
+            weight.data.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)))
+
+    def forward(self, x):
+        return self.of_2(self.of_1(x)[0])[0]
+
+
+def of_experts(groups, apart):
+    """The groups in the order that a set of names has by chance (tools/deepspeed_faults/experts_in_any_order.py)."""
+    apart_ones = sorted((one for one in groups if one.get("moe")), key=lambda one: one["name"], reverse=apart)
+    return [*(one for one in groups if not one.get("moe")), *apart_ones]
+
+
+def norms_of_experts(stage, *, own, apart):
+    """Of each of two steps; `own`: the loop makes the groups."""
+    model, made = Experts(), {**config(stage, passes=2), "gradient_clipping": 0.1}
+    del made["scheduler"]
+    made |= {"optimizer": MADE, "zero_allow_untested_optimizer": True}
+    given = {"model_parameters": list(model.parameters())}
+    if own:
+        groups = of_experts(in_groups([{"params": given["model_parameters"], "name": "all"}]), apart)
+        del made["optimizer"]
+        given = {"optimizer": torch.optim.SGD(groups, lr=0.1)}
+    with wrapped(deepspeed_engine, "configure_moe_param_groups", lambda split: lambda p: of_experts(split(p), apart)):
+        engine = ds_parity.initialize(model=model, config=made, **given)[0]
+    found = []
+    for number in range(2):
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        engine.backward((engine(x.to(engine.device)) - 3).pow(2).mean(), rollouts=1)
+        engine.step()
+        found.append(engine.last_step.grad_norm)
+    engine.destroy()
+    return found
+
+
+@on_two_ranks
+@alone_in_the_process
+def experts(folder):
+    last, found = dist.get_rank() == 1, {}
+    for stage in STAGES[:3]:
+        found[f"{stage} DeepSpeed's"] = [
+            from_all(norms_of_experts(stage, own=False, apart=apart)) for apart in (last, False)
+        ]
+        own = from_all(refusal(lambda s=stage: norms_of_experts(s, own=True, apart=last)))
+        found[f"{stage} own"] = own, from_all(norms_of_experts(stage, own=True, apart=False))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_groups_of_experts_have_one_order_on_all_ranks(two_ranks, stage):
+    found = two_ranks.of(experts)
+    (first, second), right = found[f"{stage} DeepSpeed's"]
+    assert first == second == right[0] == right[1]
+    apart, alike = found[f"{stage} own"]
+    assert alike[0] == alike[1]
+    for said in apart:
+        assert said.startswith("RankDesyncError: ranks differ in experts of ep_size_1 (rank 0 has ")
+        assert "PYTHONHASHSEED=0" in said
