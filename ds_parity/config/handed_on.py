@@ -18,7 +18,11 @@ _OWN_SCHEDULERS: Final = frozenset({"LRRangeTest", "OneCycle", "WarmupCosineLR",
 _HANDED_ON: Final = ("optimizer", "scheduler")
 _SECTIONS: Final = KEYS.keys() | {*_HANDED_ON, *(f"{name}.params" for name in _HANDED_ON)}
 _COMMENTS: Final = frozenset({"comment", "comments"})  # a section is called comet
-_NEEDED: Final = ("lr", "betas", "eps", "weight_decay")
+_NEEDED: Final = ("lr", "betas", "eps", "weight_decay", "momentum")
+_ONE: Final = ("lr", "weight_decay", "momentum")  # no list of several
+_OF_NUMBERS: Final = ("_lr", "_steps", "_rate", "_ratio")  # so end what schedulers take numbers for
+_OFFLOADED: Final = ("offload_param", "offload_optimizer")
+_PARTITIONED: Final = 3  # the stage that reads them from an NVMe
 _NUMBER: Final = "must be a number: DeepSpeed hands it on as it is, and what it is handed to raises, or steps wrongly"
 
 
@@ -75,11 +79,18 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _of_params(config: Mapping[str, Any], section: str) -> Iterator[Fault]:
     if not isinstance(_section(config, section).get("type"), str):
         return  # nothing is built of it
+    given = _section(config, section).get("params")
+    if given is not None and given != AUTO and not isinstance(given, Mapping):
+        yield Fault(f"{section}.params", given, "must be an object of names and values", 'write "params": {...}')
     for key, value in _section(_section(config, section), "params").items():
         parts = value if isinstance(value, list | tuple) else [value]
         if any(_is_written_number(it) for it in parts):
             yield Fault(f"{section}.params.{key}", value, _NUMBER, "write it without quotes")
-        elif key in _NEEDED and value != AUTO and (not parts or any(map(_is_no_number, parts))):
+        elif (
+            (key in _NEEDED and value != AUTO and (not parts or any(map(_is_no_number, parts))))
+            or (key in _ONE and parts is value)
+            or (key.endswith(_OF_NUMBERS) and isinstance(value, bool))
+        ):
             yield Fault(f"{section}.params.{key}", value, _NUMBER, "write one, or leave it out")
         elif key == "betas" and value != AUTO and len(parts) < 2:
             yield Fault(f"{section}.params.betas", value, "must be two numbers", "write both, such as [0.9, 0.999]")
@@ -89,6 +100,11 @@ def _of_zero(config: Mapping[str, Any]) -> Iterator[Fault]:
     for key, value in _section(config, "zero_optimization").items():
         if _is_written_number(value) and whole(value) is None:
             yield Fault(f"zero_optimization.{key}", value, "must be a whole number", "write one, without quotes")
+    for key in _OFFLOADED if Wanted(config).stage == _PARTITIONED else ():
+        where = within(within(config, "zero_optimization"), key)
+        if where.get("device") == "nvme" and where.get("nvme_path") is None:
+            path, rule = f"zero_optimization.{key}.nvme_path", "is needed where the device is nvme"
+            yield Fault(path, where.get("nvme_path", ABSENT), rule, "write a folder on the NVMe, the same on all ranks")
 
 
 def _of_steps(config: Mapping[str, Any]) -> Iterator[Fault]:
@@ -116,7 +132,7 @@ def _of_scheduler(config: Mapping[str, Any]) -> Iterator[Fault]:
 def _is_no_number(value: object) -> bool:
     return (
         value is None
-        or isinstance(value, str | Mapping | list | tuple)
+        or isinstance(value, bool | str | Mapping | list | tuple)
         or (isinstance(value, float) and math.isnan(value))
     )
 

@@ -13,10 +13,11 @@ _RULE: Final = '"auto" is filled in by the Trainer of transformers or by acceler
 
 
 def refuse_unfilled(config: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
-    """Raise ConfigError where DeepSpeed would take "auto" for a number, or for a precision that is not asked for.
+    """Raise ConfigError where DeepSpeed would take "auto" for a number, or for a precision or stage not asked for.
 
-    Bare DeepSpeed ends in a TypeError or ValueError behind the first, and trains in fp32 without a word behind
-    `bf16.enabled` = "auto". Elsewhere, as in `zero_optimization`, it takes its default for "auto".
+    Bare DeepSpeed ends in a TypeError or ValueError behind the first, and without a word trains in fp32 behind
+    `bf16.enabled` = "auto", and on ZeRO 0 behind that of the stage. Elsewhere in `zero_optimization` it takes its
+    default for "auto".
 
     Args:
         config: what DeepSpeed is to be given.
@@ -32,6 +33,8 @@ def refuse_unfilled(config: Mapping[str, Any], *, optimizer: bool, scheduler: bo
 def _unfilled(config: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> Iterator[str]:
     if config.get("gradient_clipping") == AUTO:
         yield "gradient_clipping"
+    if within(config, "zero_optimization").get("stage") == AUTO:
+        yield "zero_optimization.stage"
     yield from (f"{name}.enabled" for name in _PRECISIONS if within(config, name).get("enabled") == AUTO)
     for name, used in (("optimizer", optimizer), ("scheduler", scheduler)):
         params = within(within(config, name), "params") if used else {}

@@ -26,6 +26,14 @@ REFUSED = [
     (adam(lr=[None]), "optimizer.params.lr", "or leave it out"),
     *((adam(betas=it), "optimizer.params.betas", "[0.9, 0.999]") for it in (0.9, [0.9])),
     *((adam(lr=it), "optimizer.params.lr", "or leave it out") for it in ([], {}, float("nan"))),
+    *((adam(**{key: True}), f"optimizer.params.{key} = true", "or leave it out") for key in ("lr", "eps", "momentum")),
+    *((adam(**{key: [0.1]}), f"optimizer.params.{key} = [0.1]", "or leave it out") for key in ("lr", "weight_decay")),
+    ({"optimizer": {"type": "AdamW", "params": [1e-3]}}, "optimizer.params = [0.001]", 'write "params": {...}'),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": True}}}, "warmup_max_lr = true", "or leave it out"),
+    *(
+        (zero(stage=3, **{key: {"device": "nvme"}}), f"{key}.nvme_path is absent", "a folder on the NVMe")
+        for key in ("offload_param", "offload_optimizer")
+    ),
     (adam(eps="small"), 'optimizer.params.eps = "small"', "or leave it out"),
     ({"steps_per_print": "10"}, 'steps_per_print = "10"', "without quotes"),
     *(({"steps_per_print": it}, "steps_per_print", "or null") for it in (0, "ten", "", [10], "auto", {}, False)),
@@ -66,6 +74,9 @@ def test_what_would_end_in_an_error_of_others_is_refused_with_a_way_out(keys, th
         {"scheduler": "auto", "optimizer": "auto", "zero_optimization": "auto"},
         {**adam(lr=1e-3, **{"//lr": "1e-4"}), **zero(stage=2, _comment="5.5")},
         {"scheduler": {"type": "WarmupLR", "params": {"_comment": "10"}}},
+        {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_staircase": True}}},
+        adam(betas=[0.9, 0.95], eps=[1e-30, 1e-3], adam_w_mode=True),
+        zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/local"}, offload_optimizer={"device": "cpu"}),
         {"scheduler": {"type": None, "params": {"warmup_num_steps": "10"}}, "optimizer": {"params": {"lr": None}}},
     ],
 )
