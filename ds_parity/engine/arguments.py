@@ -226,13 +226,18 @@ def refuse_scaling(scale_wrt_gas: bool) -> None:
         )
 
 
-def parts_of(loss: Any) -> tuple[Any, ...]:
-    """Return the terms of a loss, or the one tensor that it is."""
-    return tuple(loss.values()) if isinstance(loss, Mapping) and loss else (loss,)
+def parts_of(loss: Any) -> Mapping[Any, Any]:
+    """Return the terms of a loss by their names, or the one tensor that it is, by None."""
+    return loss if isinstance(loss, Mapping) and loss else {None: loss}
 
 
-def refuse_what_is_no_loss(loss: Any) -> None:
-    """Raise WindowError before anything is counted: a pass that is counted and has no gradient can't be taken back."""
+def refuse_what_is_no_loss(loss: Any, term: Any = None) -> None:
+    """Raise WindowError before anything is counted: a pass that is counted and has no gradient can't be taken back.
+
+    Args:
+        loss: what `backward` got, or one of its terms.
+        term: the name of the term; None where there are none.
+    """
     if not torch.is_grad_enabled():
         raise WindowError(
             "backward() under torch.no_grad() or torch.inference_mode(): what is computed there has no graph, and the "
@@ -250,9 +255,10 @@ def refuse_what_is_no_loss(loss: Any) -> None:
             layout = "" if loss.layout is torch.strided else f", laid out as {loss.layout},"
             what = f"of shape {tuple(loss.shape)} and {loss.dtype}{layout} "
         raise WindowError(
-            f"backward() got a {type(loss).__name__} {what}that is no loss: it must be a real, dense tensor of "
-            "one element with a graph behind it; add up the parts of a loss before, and leave torch.no_grad() and "
-            "detach() out"
+            f"backward() got a {type(loss).__name__} {what}that is no loss"
+            f"{'' if term is None else f' (the term {term!r})'}: it must be a real, dense tensor of one element with a "
+            "graph behind it; add up the parts of a loss before, and leave torch.no_grad() and detach() out"
+            f"{'' if term is None else '. Where nothing of a term is trained now, give 0.0 * one that is in its place'}"
         )
 
 

@@ -28,8 +28,8 @@ def refuse_no_loss(driver: AmongRanks, loss: Any) -> None:
     """Raise WindowError before anything is counted where a loss, or one of its terms, is none."""
     driver.adapter.kept.refuse_ended()
     try:
-        for part in parts_of(loss):
-            refuse_what_is_no_loss(part)
+        for name, part in parts_of(loss).items():
+            refuse_what_is_no_loss(part, name)
     except WindowError:
         # Inside passes(), and where each backward reduces, the others wait in DeepSpeed by now, and hear nothing there.
         if driver.queue is None and (driver.adapter.silent_inside_windows or not driver.settings.by_caller):

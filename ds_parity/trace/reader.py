@@ -92,6 +92,8 @@ def parse(path: str | Path, number: int, line: bytes, model: type[Model]) -> Mod
     except ValidationError as error:
         if not line.endswith(b"\n"):
             raise TraceError(f"{path}, line {number}: cut short: its writer was stopped in mid-line") from error
+        if not line.strip():
+            raise TraceError(f"{path}, line {number}: an empty line, which no trace has: remove it") from error
         raise TraceError(f"{path}, line {number}: {_faults(error)}") from error
     for key, _ in repeated(json.loads(line, object_pairs_hook=object_of)):
         raise TraceError(

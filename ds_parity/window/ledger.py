@@ -323,8 +323,8 @@ class Ledger:
                 f"are means over {why} ({units}), and one accumulated gradient can't be corrected by several "
                 "factors. Call engine.expect(rollouts=..., tokens=...) before the window's first backward(), on every "
                 "rank with what it will run; or take micro-batches from passes() with ds_parity.lookahead 'window', "
-                "from one stream, because a window must lie in one (itertools.chain makes one of several); or give all "
-                "terms one unit, rollout, token or pass"
+                "from one stream, because a window must lie in one (itertools.chain makes one of several), and without "
+                "finish=False, behind which another may follow; or give all terms one unit, rollout, token or pass"
             )
 
     def _checked(self, window: Window) -> Window:

@@ -102,6 +102,11 @@ def test_what_has_no_gradient_or_several_elements_is_no_loss(loss):
         refuse_what_is_no_loss(loss)
 
 
+def test_a_term_that_is_no_loss_is_named():
+    with pytest.raises(WindowError, match=r"no loss \(the term 'policy'\): .* give 0.0 \* one that is"):
+        refuse_what_is_no_loss(torch.ones(1), "policy")
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_backward_without_gradients_is_refused_by_the_name_of_what_switches_them_off(mode):
     loss = torch.ones(1, requires_grad=True) * 2

@@ -227,11 +227,13 @@ def test_an_invalid_record_names_its_line_key_and_value(tmp_path):
     fails(path, 3, "tokens: .*got -9")
 
 
-@pytest.mark.parametrize("line", ["", "{}", "null", '{"step":2'])
-def test_a_line_that_is_no_record_is_refused(tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "says"), [("", "an empty line, .*: remove it"), ("{}", ""), ("null", ""), ('{"step":2', "")]
+)
+def test_a_line_that_is_no_record_is_refused(tmp_path, line, says):
     path = write(tmp_path / "t", [1])
     path.write_text(path.read_text() + line + "\n")
-    fails(path, 3, "")
+    fails(path, 3, says)
 
 
 @pytest.mark.parametrize(

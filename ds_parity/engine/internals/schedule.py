@@ -64,7 +64,8 @@ def refuse_unfit(scheduler: Any, given: Any, doing: str) -> None:
     raise WindowError(
         f"{doing} was given no lr_kwargs, but {name}.step() needs {', '.join(wanted)}: DeepSpeed would give it the "
         f"batch size in its place; give step(lr_kwargs={{{wanted[0]!r}: ...}}) the same value on every rank, where the "
-        "data end inside a window finish(lr_kwargs=...) too, behind passes(..., finish=False); where a framework calls "
+        "data end inside a window finish(lr_kwargs=...) too, behind passes(..., finish=False) (with terms of several "
+        "units, which take whole windows there, choose ds_parity.last_window 'drop'); where a framework calls "
         "step(), as the Trainer does with lr_scheduler_type='reduce_lr_on_plateau', choose one that counts steps"
     )
 

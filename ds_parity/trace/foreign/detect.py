@@ -55,7 +55,10 @@ def _text(path: Path, head: bytes) -> Source | None:
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if not text.startswith((b"{", b"[")):
         if path.suffix in (".json", ".jsonl", ".ndjson"):
-            raise TraceError(f"{path}, line 1: {text[:30]!r} begins neither an object nor an array of JSON")
+            raise TraceError(
+                f"{path}, line 1: {text[:30]!r} begins neither an object nor an array of JSON; if it "
+                "is a table (CSV, or a log), give the file another ending, such as .csv"
+            )
         return table(path)
     line = _first_line(path)
     try:
