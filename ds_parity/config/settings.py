@@ -99,7 +99,7 @@ class Settings(BaseModel):
     lr_progress: Literal["optimizer_step", "rollout"] = Field(
         default="optimizer_step",
         description="What moves the learning-rate scheduler: each optimizer step moves it by one step, or it stands "
-        "at rollouts consumed / target, with `count` `prompt` at prompts / target. Those of a skipped step do not count.",
+        "at rollouts consumed / target, with `count` `prompt` at prompts / target. A skipped step counts none.",
     )
     last_window: Literal["step", "drop", "error"] = Field(
         default="step",
