@@ -13,8 +13,8 @@ from ds_parity.config import Settings
 from ds_parity.engine.arguments import weighting_of
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.groups import Members, groups_of
+from ds_parity.engine.internals.options import Options
 from ds_parity.engine.internals.other_modules import explain
-from ds_parity.engine.internals.schedule import rates_in_digits
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.planned import PlansRead
 from ds_parity.engine.prefetching import is_reading
@@ -59,6 +59,7 @@ class AmongRanks:
         over: sums over them and those that share their micro-batches, on the host; None for one rank.
         exchange: counts over the data-parallel ranks.
         queue: the passes that `passes()` hands out; None outside of it.
+        options: what the groups of the optimizer say, which must be the same on all ranks.
         plans: those whose micro-batches `passes()` has read.
     """
 
@@ -77,6 +78,7 @@ class AmongRanks:
         self._patient = None if self.over is None else HostSum(group_of(members.group))
         self.exchange = Exchange(self.over, together, slots, wait, members.peers, weights=weighting.brought)
         self.adapter = choose(engine)
+        self.options = Options(engine)
         self.queue: Upcoming | None = None
         self.plans = PlansRead()
         self._limit = Limit(groups_of(engine), wait)
@@ -111,7 +113,7 @@ class AmongRanks:
             if not used:
                 return here
             steps = self.ledger.total() > 0 and not self.ledger.drops
-            rates = rates_in_digits(self.engine) if steps else ()
+            rates = self.options.in_digits() if steps else ()
             return replace(here, used=self.adapter.used_parameters(), rates=rates)
 
         return PlacedSum(self.over, place)

@@ -13,7 +13,6 @@ from ds_parity.config.features import COALESCED
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.internals.installed import refused_by_call
-from ds_parity.engine.internals.schedule import rates_in_digits
 from ds_parity.engine.pass_state import PARTLY_THERE
 from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_schedule, refuse_strays
 from ds_parity.engine.ranks.wire import SAVED, SAVES, Place
@@ -314,7 +313,7 @@ class CallersDriver(Driver):
     def _passes_over_ranks(self, doing: str, *, drop: bool = False) -> int:
         """Close the window with what all ranks have run in it, where one has; return the most that a rank ran."""
         self._open()  # a rank that has run none is waited for in the first window's exchange
-        place = replace(self._place(doing), rates=() if drop else rates_in_digits(self.engine))
+        place = replace(self._place(doing), rates=() if drop else self.options.in_digits())
         if self._reduced or not self.adapter.silent_inside_windows:
             # Else the reduction is still to come, and brings zeros for what a rank has not used.
             place = replace(place, used=self.adapter.used_parameters())

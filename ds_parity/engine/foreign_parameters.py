@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ds_parity.engine.internals.options import numbers_of
 from ds_parity.errors import ConfigError
 
 _WAY_OUT: Final = (
@@ -22,8 +23,15 @@ _NEVER_MOVED: Final = "the learning rates of the engine would never move"
 
 
 def held(parameters: Any) -> Any:
-    """Return `model_parameters` in a form that can be looked at twice: DeepSpeed makes a list of a generator, too."""
-    return list(parameters) if isinstance(parameters, Iterator) else parameters
+    """Return `model_parameters` in a form that can be looked at twice: DeepSpeed makes a list of a generator, too.
+
+    So does torch of one that is inside a group, in that group.
+    """
+    given = list(parameters) if isinstance(parameters, Iterator) else parameters
+    for group in given if isinstance(given, list | tuple) else ():
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
+            group["params"] = list(group["params"])
+    return given
 
 
 def refuse_foreign_parameters(keywords: Mapping[str, Any]) -> None:
@@ -150,7 +158,7 @@ def handed_over(keywords: Mapping[str, Any]) -> list[torch.Tensor]:
     return list(_parameters(_given(keywords)))
 
 
-def groups_in_words(keywords: Mapping[str, Any]) -> dict[str, str]:
+def groups_in_words(model: Any, optimizer: Any, groups: Any) -> dict[str, str]:
     """Return where each parameter lies in the optimizer, and what its groups say: all ranks need the same.
 
     ZeRO cuts each group into parts by places alone, and adds the gradients of one place up over the ranks. Where ranks
@@ -158,27 +166,43 @@ def groups_in_words(keywords: Mapping[str, Any]) -> dict[str, str]:
     of several sizes: tools/deepspeed_faults/experts_in_any_order.py), gradients of other parameters are added.
 
     Args:
-        keywords: of `deepspeed.initialize`. What can be read once only is left out.
+        model: whose parameters they are; one that is no `torch.nn.Module` has none.
+        optimizer: of which only the class is told; None where it is still to be made.
+        groups: of parameters, or parameters alone. What can be read once only is left out.
 
     Returns:
-        By what the loop would call it. A rank has experts of its own, of which only the groups are told.
+        By what the loop would call it. Of experts that are not DeepSpeed's, which may have other names on each rank,
+        the groups alone are told.
     """
-    model, optimizer, given = keywords.get("model"), keywords.get("optimizer"), _given(keywords)
     names = {id(one): name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
     # DeepSpeed sends the first rank's weights in this order, and steps in it where it is given no other.
     told = {f"the place of {names[id(one)]} in the model": str(at) for at, one in enumerate(_shared(names, parameters))}
-    if hasattr(optimizer, "param_groups"):
-        told["the class of the optimizer"] = type(optimizer).__name__
+    if optimizer is not None:
+        told["class of the optimizer"] = type(optimizer).__name__
     experts: dict[str, list[str]] = {}
-    for number, group in enumerate([one for one in given if isinstance(one, Mapping)] or [{"params": given}]):
-        told[f"parameter group {number}"] = _said_by(group)
+    for number, group in enumerate([one for one in groups if isinstance(one, Mapping)] or [{"params": groups}]):
+        for name, value in numbers_of(group, optimizer).items():
+            told[f"parameter group {number}: {name}"] = value
         inside = list(_parameters([group]))
         for at, one in enumerate(_shared(names, inside)):
             told[f"the place of {names[id(one)]} in the optimizer"] = f"{at} of group {number}"
         for one in filter(_is_expert, inside):
-            experts.setdefault(f"experts of {getattr(one, 'group_name', 'a rank')}", []).append(f"group {number}")
-    return told | {which: ", ".join(dict.fromkeys(where)) for which, where in experts.items()}
+            # DeepSpeed's have the same names on each rank; others may not.
+            name = f", {names.get(id(one), '')}" if hasattr(one, "group_name") else ""
+            experts.setdefault(f"experts of {getattr(one, 'group_name', 'a rank')}", []).append(f"group {number}{name}")
+    return told | {which: "; ".join(dict.fromkeys(where)) for which, where in experts.items()}
+
+
+def given_in_words(keywords: Mapping[str, Any]) -> dict[str, str]:
+    """Return `groups_in_words` of what `deepspeed.initialize` is given, as far as it says before the engine is built.
+
+    Args:
+        keywords: of `deepspeed.initialize`.
+    """
+    optimizer = keywords.get("optimizer")
+    made = optimizer if hasattr(optimizer, "param_groups") else None
+    return groups_in_words(keywords.get("model"), made, _given(keywords))
 
 
 def _shared(names: Container[int], parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -187,11 +211,6 @@ def _shared(names: Container[int], parameters: Iterable[torch.Tensor]) -> Iterat
 
 def _is_expert(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
-
-
-def _said_by(group: Mapping[str, Any]) -> str:
-    plain = (name for name, value in group.items() if isinstance(value, (bool, int, float, str)))
-    return ", ".join(f"{name} {group[name]!r}" for name in sorted(plain))
 
 
 def _given(keywords: Mapping[str, Any]) -> Any:

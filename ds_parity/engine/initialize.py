@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.config.unfilled import refuse_unfilled
 from ds_parity.engine.engine import ParityEngine
 from ds_parity.engine.foreign_parameters import (
+    given_in_words,
     groups_handed_over,
     groups_in_words,
     handed_over,
@@ -34,7 +36,7 @@ from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.adagrad import own_adagrad
 from ds_parity.engine.internals.autocast import keep_comm_dtype, own_autocast
 from ds_parity.engine.internals.broadcast import any_shape_is_sent
-from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
+from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens, watch_forwards
 from ds_parity.engine.internals.experts_in_order import experts_in_one_order
 from ds_parity.engine.internals.groups import sequence_parallel_size
 from ds_parity.engine.internals.installed import installed
@@ -56,7 +58,7 @@ from ds_parity.engine.pipeline import (
     refuse_in_pipelines,
     refuse_stage_without_training,
 )
-from ds_parity.engine.ranks.agreement import agree, all_or_none, started_together, telling
+from ds_parity.engine.ranks.agreement import Asked, agree, all_or_none, started_together, telling
 from ds_parity.engine.startup import refuse_local_rank, refuse_without_assertions
 from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
@@ -226,9 +228,11 @@ def honoured(
     if optimizer is None:
         # A framework knows which of its engines it trains; who calls ds_parity may have forgotten the optimizer.
         _say_what_it_is(keywords.get("model"), logging.WARNING if kind is ParityEngine else logging.INFO)
-        return _forward_only({**keywords, **without_keys(keywords, extended)}, bare)
-    number = agree(everybody, {**_alike(rewritten), **groups_in_words(keywords)}, keywords.get("model"))
+        return _forward_only({**keywords, **without_keys(keywords, extended)}, extended, bare)
+    number = agree(everybody, {**_alike(rewritten), **given_in_words(keywords)}, keywords.get("model"))
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
+    if callable(optimizer := keywords.get("optimizer")) and not hasattr(optimizer, "param_groups"):
+        keywords = {**keywords, "optimizer": _making(optimizer, keywords.get("model"), everybody)}
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     with (
@@ -303,13 +307,30 @@ def _refuse_stage_without_optimizer(extended: Mapping[str, Any]) -> None:
         )
 
 
-def _forward_only(keywords: Mapping[str, Any], bare: Initialize) -> tuple[Any, Any, Any, Any]:
-    if keywords.get("mpu") is None:
+def _making(optimizer: Callable[..., Any], model: Any, everybody: Asked) -> Callable[..., Any]:
+    """Return a function that makes an optimizer, for DeepSpeed to call, and compares what ranks have made."""
+
+    @functools.wraps(optimizer)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        with all_or_none(everybody):
+            made = optimizer(*args, **kwargs)
+        agree(everybody, groups_in_words(model, made, getattr(made, "param_groups", ())))
+        return made
+
+    return make
+
+
+def _forward_only(
+    keywords: Mapping[str, Any], extended: Mapping[str, Any], bare: Initialize
+) -> tuple[Any, Any, Any, Any]:
+    # With AutoTP DeepSpeed makes an mpu of its own.
+    if keywords.get("mpu") is None and autotp_size(extended) < 2:
         refuse_remembered_parts()
     returned = bare(**keywords)
     if has_parts(returned[0]):
         refuse_mixed_parts(returned[0])
     refuse_dropped_tokens(returned[0])
+    watch_forwards(returned[0])
     let_others_pass(returned[0])
     return returned
 

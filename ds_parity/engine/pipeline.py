@@ -29,8 +29,9 @@ from ds_parity.engine.half_loaded import is_whole, refuse_half_loaded
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.installed import refused_by_call
+from ds_parity.engine.internals.options import Options
 from ds_parity.engine.internals.replaced import replaced
-from ds_parity.engine.internals.schedule import failing_loudly, needed_by, rates_in_digits
+from ds_parity.engine.internals.schedule import failing_loudly, needed_by
 from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.internals.stages import (
     averaged_over,
@@ -119,6 +120,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         count_what_is_not_shared(engine)
         clip_over_stages(engine)
         count_none(engine)
+        self._self_options = Options(engine)
         self._self_adapter = choose(engine)
         self._self_adapter.prepare_pipeline()
         reduce_tied_gradients(engine, chain.from_iterable(self._self_adapter.groups()))
@@ -338,7 +340,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         for batch in batches:
             read.read(Read(batch), self._self_columns)
         plans = read.tell()
-        rates = rates_in_digits(self.__wrapped__)
+        rates = self._self_options.in_digits()
         ties = shared_weights(self.module, chain.from_iterable(self._self_adapter.groups()))
         norms, frozen = norms_over_stages(self.__wrapped__), self._self_adapter.frozen_parameters()
         apart = self._self_adapter.experts_apart
@@ -489,8 +491,8 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
         first = next(other for other in gathered if other.stage == one.stage)
         if first.rates != one.rates:
             raise RankDesyncError(
-                f"rank {rank} has the learning rates {', '.join(one.rates)}, and another column of its stage has "
-                f"{', '.join(first.rates)}: their weights would part. The weights are as they were. Set learning "
+                f"rank {rank} has the learning rates {'; '.join(one.rates)}, and another column of its stage has "
+                f"{'; '.join(first.rates)}: their weights would part. The weights are as they were. Set learning "
                 "rates on all ranks alike, by the same metric"
             )
         if first.frozen != one.frozen:

@@ -85,6 +85,10 @@ def one_pass(engine, seed, **counts):
     engine.step()
 
 
+def runs_forward(extended):
+    return {key: value for key, value in extended.items() if key not in ("optimizer", "scheduler", "zero_optimization")}
+
+
 @on_two_ranks
 def refusals(folder):
     """What can't be right, each alone."""
@@ -115,6 +119,8 @@ def refusals(folder):
     with forgetting():
         build(divided_config(2)).destroy()
         said["remembered"] = from_all(refusal(lambda: build(config(2))))
+        said["remembered, forward only"] = from_all(refusal(lambda: build(runs_forward(config(2, passes=4)))))
+        said["right, forward only"] = from_all(refusal(lambda: build(runs_forward(divided_config(0)))))
     return said
 
 
@@ -132,6 +138,7 @@ def refusals(folder):
         ("group", "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no engine with it"),
         ("group of one", "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no engine"),
         ("group, forward only", "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no"),
+        ("remembered, forward only", "no mpu is given, but an earlier engine of this process had one (or AutoTP)"),
         ("group in the section", "tp_group is given (to tp_model_init(), or in tensor_parallel): DeepSpeed builds no"),
         (
             "remembered",
@@ -142,6 +149,10 @@ def refusals(folder):
 def test_what_cannot_be_right_is_refused_on_every_rank_with_the_reason(two_ranks, name, says):
     for said in two_ranks.of(refusals)[name]:
         assert said.startswith(f"ConfigError: {says}")
+
+
+def test_a_reference_model_may_be_divided_as_its_actor(two_ranks):
+    assert two_ranks.of(refusals)["right, forward only"] == ["nothing was raised"] * 2
 
 
 @on_four_ranks

@@ -1,5 +1,6 @@
 """ZeRO adds gradients up by the places of their parameters: where ranks have other orders, no engine is built."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,7 +52,35 @@ def of_classes(model, apart):
     return (torch.optim.Adam if apart else torch.optim.SGD)(model.parameters(), lr=0.1)
 
 
-WAYS = {"within a group": within, "of groups": of_groups, "of rates": of_rates, "of classes": of_classes}
+def of_own_words(model, apart):
+    """What no optimizer reads, and numbers of other types that are the same."""
+    said = {"lr": np.float64(1) if apart else 1, "log": "last" if apart else "first", "foreach": apart}
+    return torch.optim.SGD([{"params": list(model.parameters()), **said}])
+
+
+def of_pairs(model, apart):
+    return torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.1, 0.2) if apart else (0.9, 0.95))
+
+
+def of_arrays(model, apart):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=np.float32(0.5 if apart else 0.9))
+
+
+WAYS = {
+    "within a group": within,
+    "of groups": of_groups,
+    "of rates": of_rates,
+    "of classes": of_classes,
+    "of pairs": of_pairs,
+    "of arrays": of_arrays,
+}
+FUNCTIONS = ("within a group", "of groups", "of rates", "of pairs", "read once")
+
+
+def read_once(model, apart):
+    """Groups of what can be read once only, as DeepSpeed makes its optimizer of them."""
+    groups = [[model.one.weight, model.one.bias], [model.two.weight, model.two.bias]]
+    return [{"params": iter(group)} for group in (groups[::-1] if apart else groups)]
 
 
 def built(stage, way, apart):
@@ -65,15 +94,37 @@ def built(stage, way, apart):
         ordered = list(model.parameters())
         given = {"model_parameters": ordered[::-1] if apart else ordered}
         made["optimizer"] = MADE
+    elif way == "of a function read once":
+        model = Net(("one", "two"))
+        given = {"model_parameters": read_once(model, apart)}
+        made["optimizer"] = MADE
+    elif way == "of a frozen type":
+        model = Net(("one", "two"))
+        model.one = model.one.to(torch.float16 if apart else torch.bfloat16).requires_grad_(False)
+        given = {"optimizer": torch.optim.SGD(model.two.parameters(), lr=0.1)}
+        del made["optimizer"]
     else:
         model = Net(("one", "two"))
-        given = {"optimizer": WAYS[way](model, apart)}
+        made_of = of_own_words if way == "of own words" else WAYS[way.removeprefix("of a function ")]
+        optimizer = (lambda _: made_of(model, apart)) if way.startswith("of a function ") else made_of(model, apart)
+        given = {"optimizer": optimizer}
         del made["optimizer"]
     made["zero_allow_untested_optimizer"] = True
     ds_parity.initialize(model=model, config=made, **given)[0].destroy()
 
 
-ALL = (*WAYS, "of the model", "of model_parameters")
+ALL = (*WAYS, "of the model", "of model_parameters", "of a frozen type", *(f"of a function {one}" for one in FUNCTIONS))
+
+
+@on_two_ranks
+def own_words(folder):
+    last = dist.get_rank() == 1
+    return {str(stage): from_all(refusal(lambda s=stage: built(s, "of own words", last))) for stage in STAGES}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_no_optimizer_reads_may_differ(two_ranks, stage):
+    assert two_ranks.of(own_words)[str(stage)] == ["nothing was raised"] * 2
 
 
 @on_two_ranks
@@ -87,6 +138,17 @@ def orders(folder):
     }
 
 
+NAMED = {
+    "of rates": 'parameter group 0: lr (rank 0 has "0.1"; rank 1 has "0.2")',
+    "of pairs": "parameter group 0: betas (",
+    "of arrays": "parameter group 0: momentum (",
+    "of classes": "class of the optimizer (",
+    "of a frozen type": "parameter one.",
+    "of a function of rates": "parameter group 0: lr (",
+    "of a function of pairs": "parameter group 0: betas (",
+}
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ALL)
 def test_ranks_with_another_order_are_told(two_ranks, stage, way):
@@ -94,9 +156,75 @@ def test_ranks_with_another_order_are_told(two_ranks, stage, way):
     assert alike == ["nothing was raised"] * 2
     for said in apart:
         assert said.startswith("RankDesyncError: ranks differ in ")
-        named = {"of rates": "parameter group 0 (", "of classes": "the class of the optimizer ("}
-        assert named.get(way, "the place of one.") in said
-        assert ("the order of a set is by chance" in said) is (way not in named)
+        assert NAMED.get(way, "the place of one.") in said
+        assert ("the order of a set is by chance" in said) is (way not in NAMED)
+
+
+def changed(stage, last, name):
+    """What the first step says behind a change of the loop's, on the last rank alone or on all, and the next ones."""
+    model, half = Net(("one", "two")), name == "loss scale"
+    optimizer = (torch.optim.Adam if name == "betas" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    made = config(stage, passes=2) | ({"fp16": {"enabled": True, "initial_scale_power": 8}} if half else {})
+    del made["scheduler"], made["optimizer"]
+    made["zero_allow_untested_optimizer"] = True
+    engine = ds_parity.initialize(model=model, optimizer=optimizer, config=made)[0]
+    said = []
+    for number in range(3):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).to(engine.device)
+        engine.backward(engine(x.half() if half else x).float().square().mean(), rollouts=1)
+        if last and not number:
+            CHANGES[name](engine)
+        said.append(refusal(engine.step))
+        if said[-1].startswith("RankDesyncError"):
+            break
+    engine.destroy()
+    return said[-1]
+
+
+def in_groups_of(engine, **change):
+    for group in engine.optimizer.param_groups:
+        group.update(change)
+
+
+def clip(engine):
+    # ZeRO 0 clips by the one, the others by the other.
+    engine._config.gradient_clipping = engine.optimizer.clip_grad = 0.05
+
+
+def scale(engine):
+    engine.optimizer.override_loss_scale(16)
+
+
+CHANGES = {
+    "weight_decay": lambda engine: in_groups_of(engine, weight_decay=0.3),
+    "maximize": lambda engine: in_groups_of(engine, maximize=True),
+    "betas": lambda engine: in_groups_of(engine, betas=(0.1, 0.2)),
+    "gradient_clipping": clip,
+    "loss scale": scale,
+}
+SAID = {
+    "weight_decay": "0.1, weight_decay 0.3]",
+    "maximize": "0.1, maximize True]",
+    "betas": "0.1, betas (0.1, 0.2)]",
+    "gradient_clipping": "; gradient_clipping 0.05",
+    "loss scale": "; loss scale 16]",
+}
+CELLS = [(stage, name) for stage in STAGES for name in CHANGES if stage or name != "loss scale"]
+
+
+@on_two_ranks
+def changes(folder):
+    last = dist.get_rank() == 1
+    return {f"{stage} {name}": [from_all(changed(stage, one, name)) for one in (last, True)] for stage, name in CELLS}
+
+
+@pytest.mark.parametrize(("stage", "name"), CELLS)
+def test_what_one_rank_changes_beside_its_loop_is_told_before_the_step(two_ranks, stage, name):
+    apart, alike = two_ranks.of(changes)[f"{stage} {name}"]
+    assert alike == ["nothing was raised"] * 2
+    for said in apart:
+        assert said.startswith("RankDesyncError: ranks are not in the same place: rank 0 has [0.1")
+        assert SAID[name] in said
 
 
 class Experts(torch.nn.Module):
@@ -114,20 +242,25 @@ class Experts(torch.nn.Module):
         return self.of_2(self.of_1(x)[0])[0]
 
 
+def within_experts(groups, apart):
+    """The parameters of each group of experts in another order."""
+    return [one | {"params": one["params"][::-1]} if apart and one.get("moe") else one for one in groups]
+
+
 def of_experts(groups, apart):
     """The groups in the order that a set of names has by chance (tools/deepspeed_faults/experts_in_any_order.py)."""
     apart_ones = sorted((one for one in groups if one.get("moe")), key=lambda one: one["name"], reverse=apart)
     return [*(one for one in groups if not one.get("moe")), *apart_ones]
 
 
-def norms_of_experts(stage, *, own, apart):
+def norms_of_experts(stage, *, own, apart, order=of_experts):
     """Of each of two steps; `own`: the loop makes the groups."""
     model, made = Experts(), {**config(stage, passes=2), "gradient_clipping": 0.1}
     del made["scheduler"]
     made |= {"optimizer": MADE, "zero_allow_untested_optimizer": True}
     given = {"model_parameters": list(model.parameters())}
     if own:
-        groups = of_experts(in_groups([{"params": given["model_parameters"], "name": "all"}]), apart)
+        groups = order(in_groups([{"params": given["model_parameters"], "name": "all"}]), apart)
         del made["optimizer"]
         given = {"optimizer": torch.optim.SGD(groups, lr=0.1)}
     with wrapped(deepspeed_engine, "configure_moe_param_groups", lambda split: lambda p: of_experts(split(p), apart)):
@@ -151,6 +284,9 @@ def experts(folder):
             from_all(norms_of_experts(stage, own=False, apart=apart)) for apart in (last, False)
         ]
         own = from_all(refusal(lambda s=stage: norms_of_experts(s, own=True, apart=last)))
+        found[f"{stage} within"] = from_all(
+            refusal(lambda s=stage: norms_of_experts(s, own=True, apart=last, order=within_experts))
+        )
         found[f"{stage} own"] = own, from_all(norms_of_experts(stage, own=True, apart=False))
     return found
 
@@ -165,3 +301,5 @@ def test_groups_of_experts_have_one_order_on_all_ranks(two_ranks, stage):
     for said in apart:
         assert said.startswith("RankDesyncError: ranks differ in experts of ep_size_1 (rank 0 has ")
         assert "PYTHONHASHSEED=0" in said
+    for said in found[f"{stage} within"]:
+        assert said.startswith("RankDesyncError: ranks differ in experts of ep_size_1 (rank 0 has ")

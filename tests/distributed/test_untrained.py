@@ -30,7 +30,20 @@ def looked_at_once(engine, client, window):
             loss_of(engine, engine, seed)
 
 
-LOOPS = {loop.__name__: loop for loop in (past_the_backward, usual, ahead, past_the_engine, looked_at_once)}
+def taught_by_another(engine, client, window):
+    """Another engine trains the same model, and this one gives it targets with gradients on."""
+    if not hasattr(engine, "student"):
+        engine.student = engine_of(*engine.cell, model=engine.module)[0]
+    for seed, rollouts in window:
+        target = loss_of(engine, engine, seed).detach()
+        engine.student.backward((loss_of(engine.student, engine.student, seed) - target).square(), rollouts=rollouts)
+        engine.student.step()
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (past_the_backward, usual, ahead, past_the_engine, looked_at_once, taught_by_another)
+}
 
 
 @on_two_ranks
@@ -39,12 +52,15 @@ def told(folder):
     results = {}
     for (stage, kind), (name, loop) in product(ZEROS, LOOPS.items()):
         engine, client = engine_of(stage, kind)
+        engine.cell = stage, kind
         said, end = listen()
         for _ in range(2):
             for window in micro_batches(dist.get_rank()):
                 loop(engine, client, window)
         end()
         results[f"{stage} {kind} {name}"] = from_all(said.getvalue().count(TOLD))
+        if hasattr(engine, "student"):
+            engine.student.destroy()
         engine.destroy()
     return results
 

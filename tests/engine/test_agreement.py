@@ -131,9 +131,9 @@ def test_ranks_with_other_parameters_are_told_their_names_types_and_shapes(monke
 
 
 def test_what_ranks_may_hold_of_their_own_is_not_compared():
-    """Frozen parameters, shards of tensor parallelism, experts; and no model, or one that is no module."""
+    """Shards of tensor parallelism, experts, parts of a frozen base; and no model, or one that is no module."""
     model = perceptron()
-    model[0].weight.requires_grad = False
+    model[0].weight.ds_optim_param = True
     model[0].bias.tensor_model_parallel = True
     model[1].weight.allreduce = False
     assert list(agreement._trained(model)) == ["parameter 1.bias"]

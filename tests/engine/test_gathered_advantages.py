@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_parity.engine.ranks.gathered_advantages import gathered_advantages
-from ds_parity.errors import ConfigError
+from ds_parity.errors import ConfigError, RankDesyncError
 from ds_parity.planning import group_advantages
 
 
@@ -44,6 +44,14 @@ class _Listening:
 
 def of(prompts, rewards, *others, first=True):
     return gathered_advantages(prompts, rewards, Line(*others), first, by_std=True)
+
+
+def test_ranks_that_ask_for_other_kinds_are_told():
+    line = Line((["a", "a"], [1.0, 2.0], True))
+    with pytest.raises(
+        RankDesyncError, match=r"group_advantages\(\): ranks differ in by_std \(rank 0 has False; rank 1"
+    ):
+        gathered_advantages(["a"], [3.0], line, True, by_std=False)
 
 
 def test_tensors_are_taken_by_their_values():

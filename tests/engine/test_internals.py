@@ -108,6 +108,7 @@ OTHERS = {
     *("__delattr__", "__setattr__", "dense_gradients", "differ", "forget", "note"),
     *("_adapter", "_known", "clears_all"),  # newcomers of an engine
     *("after_backward", "gradients_in"),  # of a loop that trains nothing
+    *("generic", "ndarray", "register_forward_pre_hook"),  # of numpy, and of a module
     *("VAR_KEYWORD", "VAR_POSITIONAL", "bind", "default", "empty", "kind"),  # of a signature
     *("GatheredParameters", "Module", "Parameter", "all", "bfloat16", "cpu", "detach", "dtype", "flatten", "float"),
     *("float16", "inf", "linalg", "logical_not", "master", "new_zeros", "vector_norm", "where", "zero"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import deepspeed
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
@@ -32,3 +34,20 @@ def refuse_dropped_tokens(engine: Engine) -> None:
             "sequence parallelism in a process with such a layer, or set deepspeed.utils.groups.mpu to None while "
             "this engine runs"
         )
+
+
+def watch_forwards(engine: Engine) -> None:
+    """Look before each forward of an engine that only runs forward, and is DeepSpeed's own.
+
+    Args:
+        engine: the bare engine, which the model may outlive.
+    """
+    if not engine.has_moe_layers:
+        return
+    watched = weakref.ref(engine)
+
+    def before(*_: object) -> None:
+        if (there := watched()) is not None:
+            refuse_dropped_tokens(there)
+
+    engine.module.register_forward_pre_hook(before)

@@ -99,14 +99,6 @@ def needed_by(scheduler: Any) -> list[str]:
     return [] if needed == [_SAMPLES] else needed
 
 
-def rates_in_digits(engine: Engine) -> tuple[str, ...]:
-    """Return the learning rates that a step now would use, one for each parameter group.
-
-    Ranks compare them, and a NaN is not equal to another.
-    """
-    return tuple(repr(float(rate)) for rate in engine.get_lr())
-
-
 def moved_by_the_schedule(engine: Engine, *, whatever_moves: bool = False) -> list[dict[str, Any]]:
     """Return what the scheduler keeps in the optimizer's groups, such as the rate of each, as values of their own.
 

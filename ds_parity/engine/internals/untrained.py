@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ds_parity.engine.internals.base import Adapter
 
 _LOG = logging.getLogger("ds_parity")
+_RUN: Final = [0]
+"""How many backwards the engines of this process have run: one may bring gradients to the model of another."""
 _ROUNDS: Final = 3
 """So many backwards, each with a forward behind it: one may be a look at the gradients, before training begins."""
 
@@ -28,15 +30,17 @@ class Untrained:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._seen = self._rounds = 0
+        self._seen = self._rounds = self._run = 0
 
     def after_backward(self) -> None:
         """Note that a backward of the engine has run."""
-        self._seen, self._rounds = self._adapter.gradients_in, 0
+        _RUN[0] += 1
 
     def before_forward(self) -> None:
-        """Warn where gradients have come in between the last forwards, and no backward of the engine has run."""
+        """Warn where gradients have come in between the last forwards, and no backward of an engine has run."""
         came_in = self._adapter.gradients_in
+        if self._run != _RUN[0]:
+            self._run, self._seen, self._rounds = _RUN[0], came_in, 0
         if came_in == self._seen or not torch.is_grad_enabled():
             return
         self._seen = came_in

@@ -187,14 +187,19 @@ def _refuse_two_stages(asked: Asked, told: Mapping[int, tuple[frozenset[int], in
 
 
 def _trained(model: Any) -> dict[str, str]:
-    """Return type and shape of what a model trains, by name, as far as all ranks have the same."""
+    """Return type and shape of a model's parameters, by name, as far as all ranks have the same.
+
+    Also of frozen ones: DeepSpeed sends the first rank's bytes to the others, of whatever type they are there.
+    """
     parameters = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
-    return {f"parameter {name}": _described(one) for name, one in parameters if one.requires_grad and _is_shared(one)}
+    return {f"parameter {name}": _described(one) for name, one in parameters if _is_shared(one)}
 
 
 def _is_shared(parameter: torch.nn.Parameter) -> bool:
-    # A rank has shards of tensor parallelism (Megatron's mark, and DeepSpeed's) and experts of its own.
-    return getattr(parameter, "allreduce", True) and not getattr(parameter, "tensor_model_parallel", False)
+    # A rank has shards of tensor parallelism (Megatron's mark, and DeepSpeed's), experts, and parts of a frozen base
+    # (linear/optimized_linear.py) of its own.
+    apart = getattr(parameter, "tensor_model_parallel", False) or hasattr(parameter, "ds_optim_param")
+    return getattr(parameter, "allreduce", True) and not apart
 
 
 def _described(parameter: torch.nn.Parameter) -> str:
@@ -202,7 +207,7 @@ def _described(parameter: torch.nn.Parameter) -> str:
         return f"{parameter.dtype} of a shape that is not known yet"
     # zero.Init leaves an empty tensor, and the shape beside it.
     shape = getattr(parameter, "ds_shape", parameter.shape)
-    return f"{parameter.dtype} {tuple(shape)}"
+    return f"{'' if parameter.requires_grad else 'frozen, '}{parameter.dtype} {tuple(shape)}"
 
 
 def same(over: HostSum, place: Place, what: str, value: int) -> None:

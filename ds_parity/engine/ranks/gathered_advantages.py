@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+from ds_parity.engine.ranks.agreement import refuse_differing
 from ds_parity.engine.ranks.hostsum import PlacedSum
 from ds_parity.errors import ConfigError
 from ds_parity.planning.advantages import group_advantages, prompts_and_rewards
@@ -25,20 +26,25 @@ def gathered_advantages(
 
     Raises:
         ConfigError: what a rank gave is wrong, as in `group_advantages`, or its prompts can't travel; raised on all.
-        RankDesyncError: not every rank is here.
+        RankDesyncError: not every rank is here, or not with the same `by_std`.
         RuntimeError: a rank is gone.
     """
     if over is None:
         return group_advantages(prompt_ids, rewards, by_std=by_std)
     own, wrong = _checked(prompt_ids, rewards)
     # What is wrong travels too: the other ranks would wait for one that has raised.
-    gathered = over.gather((own, first, wrong))
-    for rank, (_, _, said) in enumerate(gathered):
+    gathered = over.gather((own, first, wrong, by_std))
+    for rank, (_, _, said, _) in enumerate(gathered):
         if said is not None:
             raise _of_rank(rank, said)
-    counted = [one for theirs, counts, _ in gathered if counts for one in theirs]
+    refuse_differing(
+        "group_advantages()",
+        [{"by_std": theirs} for *_, theirs in gathered],
+        "Each rank would have advantages of its own kind; give the same on every rank",
+    )
+    counted = [one for theirs, counts, *_ in gathered if counts for one in theirs]
     known = set(counted)
-    for rank, (theirs, _, _) in enumerate(gathered):
+    for rank, (theirs, *_) in enumerate(gathered):
         if not known.issuperset(theirs):
             raise _of_rank(rank, "not what the rank gave that shares its micro-batch; give the same on both")
     advantages = group_advantages([prompt for prompt, _ in counted], [r for _, r in counted], by_std=by_std)

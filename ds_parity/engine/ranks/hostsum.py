@@ -130,11 +130,11 @@ class HostSum:
             len({where.rates for where in places}) > 1
             and len({replace(where, rates=(), used=0) for where in places}) == 1
         ):
-            lines = "; ".join(f"rank {rank} has [{', '.join(where.rates)}]" for rank, where, _ in gathered)
+            lines = "; ".join(f"rank {rank} has [{'; '.join(where.rates)}]" for rank, where, _ in gathered)
             rule = (
-                "These are the learning rates of a step that would be another one on each rank. The weights are as "
-                "they were. Give the scheduler the same metric on every rank (an average over them), and set learning "
-                "rates on all of them alike"
+                "These are the learning rates of a step that would be another one on each rank, and what else of the "
+                "optimizer's groups was changed. The weights are as they were. Give the scheduler the same metric on "
+                "every rank (an average over them), and set learning rates and the like on all of them alike"
             )
         elif len({replace(where, used=0) for where in places}) == 1 and len(set(places)) > 1:
             rule = (

@@ -78,7 +78,7 @@ class Place:
         error: what it has raised; empty where it goes on.
         used: 24 bits of the parameters that got gradients in the window; 0 where ranks need not agree on them.
         rates: learning rates of the coming step, one for each parameter group, in digits (a NaN is not equal to
-            another); empty where there is no step.
+            another), and what else of the group was changed; empty where there is no step.
     """
 
     kind: str

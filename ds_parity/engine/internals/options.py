@@ -1,0 +1,78 @@
+"""What the groups of an optimizer say beside their parameters: rates, decays, betas. Ranks compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_parity.engine.internals.surface import Engine
+
+_KNOWN = ("amsgrad", "betas", "dampening", "eps", "lr", "maximize", "momentum", "nesterov", "weight_decay")
+_NO_MATTER = frozenset({"capturable", "differentiable", "foreach", "fused"})  # how it computes, and not what
+
+
+def numbers_of(group: Mapping[str, Any], optimizer: Any = None) -> dict[str, str]:
+    """Return what a parameter group says to its optimizer, by name, the same words for groups that say the same.
+
+    Args:
+        group: of the optimizer, or that is to be given to one.
+        optimizer: whose `defaults` name what it reads; without it, what most do. A loop may keep other things there.
+    """
+    names = {*(getattr(optimizer, "defaults", None) or _KNOWN), "lr"} & {*group} - _NO_MATTER
+    told = {name: _in_digits(group[name]) for name in names}
+    return {name: said for name, said in told.items() if said}
+
+
+class Options:
+    """The numbers that a step would use, as ranks compare them before it.
+
+    All ranks begin with the same ones, which `ds_parity.initialize` has compared.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # Others may count steps, or be of a scheduler.
+        self._names = sorted({*getattr(engine.basic_optimizer, "defaults", ())} - {"lr", *_NO_MATTER})
+        self._begun = [self._of(group) for group in engine.optimizer.param_groups]
+        self._clips = self._clip()
+
+    def in_digits(self) -> tuple[str, ...]:
+        """Return the learning rate of each parameter group, and what else of it has changed since the engine was built.
+
+        Behind them come the loss scale in fp16, and what clips if that has changed. A NaN is not equal to another.
+        """
+        pairs = zip(self._engine.get_lr(), self._engine.optimizer.param_groups, strict=True)
+        rates = [repr(float(rate)) + self._changed(at, group) for at, (rate, group) in enumerate(pairs)]
+        scale = self._engine.optimizer.loss_scale if self._engine.fp16_enabled() else None
+        rates += [f"loss scale {scale:g}"] if isinstance(scale, int | float) else []
+        rates += [f"gradient_clipping {clip}" for clip in self._clip() if clip not in self._clips]
+        return tuple(rates)
+
+    def _clip(self) -> list[str]:
+        both = (self._engine.gradient_clipping(), getattr(self._engine.optimizer, "clip_grad", None))
+        return [_in_digits(one) for one in both]
+
+    def _changed(self, at: int, group: Mapping[str, Any]) -> str:
+        begun = self._begun[at] if at < len(self._begun) else {}
+        changed = {name: value for name, value in self._of(group).items() if value != begun.get(name)}
+        return "".join(f", {name} {_in_digits(value)}" for name, value in changed.items())
+
+    def _of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        # What is on a device is not looked at in each step: the host would wait for it.
+        return {name: value for name in self._names if not isinstance(value := group.get(name), torch.Tensor)}
+
+
+def _in_digits(value: Any) -> str:
+    if isinstance(value, torch.Tensor | np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_in_digits, value))})"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{float(value):.7g}"  # those of fp32: a tensor's are the same number
+    return repr(value) if isinstance(value, bool | str) else ""
