@@ -28,6 +28,7 @@ from ds_parity.engine.division import silenced, silent
 from ds_parity.engine.half_loaded import is_whole, refuse_half_loaded
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.between_windows import BetweenWindows
+from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.options import Options
 from ds_parity.engine.internals.replaced import replaced
@@ -167,6 +168,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 engine was built, or all of this stage are frozen; or an earlier window has raised.
             RankDesyncError: ranks are not in the same window, ranks of a column gave different micro-batches, or
                 another rank raised.
+            ConfigError: the model has DeepSpeed's MoE layer, and another engine has brought an mpu since.
         """
         batches, gathered = self._exchanged(micro_batches)
         if batches and self._self_stand_in is None:
@@ -327,6 +329,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         try:
             self._self_between.refuse(self._windows)
             refuse_half_loaded(self._self_half_loaded, "train_window()")
+            refuse_dropped_tokens(self.__wrapped__)
             batches = _listed(micro_batches)
             counts = tuple(counts_in(one, self._self_weighting) for one in batches)
             for batch, own in zip(batches, counts, strict=True):

@@ -14,6 +14,7 @@ from ds_parity import MicroBatch
 from ds_parity.all_weights import every_weight
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_four_ranks
+from tests.distributed.test_model_parts import Mpu
 from tests.distributed.test_pipelines import alone_in_the_process, config, squares
 
 pytestmark = pytest.mark.ranks
@@ -87,6 +88,13 @@ def with_experts(folder):
     norm, weights, apart = stepped(0, 0.3)
     sharded, others, _ = stepped(1, 0.3)
     found = {"clipped": from_all([norm, sharded, (weights - others).abs().max().item(), apart])}
+    engine, grid = build(0, 0.0), deepspeed.utils.groups.mpu
+    deepspeed.utils.groups.mpu = Mpu()  # as an engine leaves it that is built now
+    found["an mpu since"] = from_all(refusal(lambda: engine.train_window(micro_batches(engine, [2, 2]))))
+    deepspeed.utils.groups.mpu = grid
+    engine.train_window(micro_batches(engine, [2, 2]))
+    engine.destroy()
+    deepspeed.utils.groups.mpu = None
     for name, later in (("both", Experts), ("the first", Expert)):
         engine = build(0, 0.0, later)
         found[name] = from_all(refusal(lambda: engine.train_window(micro_batches(engine, [1, 3]))))  # noqa: B023
@@ -102,6 +110,11 @@ def test_the_norm_is_that_of_all_stages_and_of_all_experts(four_ranks):
         assert norm == pytest.approx(sharded, rel=1e-5)
         assert off < 1e-5
         assert apart == 0
+
+
+def test_an_mpu_that_divides_models_is_refused_where_it_has_come_since(four_ranks):
+    for said in four_ranks.of(with_experts)["an mpu since"]:
+        assert said.startswith("ConfigError: an engine with DeepSpeed's MoE layer, while the mpu of")
 
 
 @pytest.mark.parametrize("name", ["both", "the first"])
