@@ -11,6 +11,7 @@ import torch
 from ds_parity.engine.internals.surface import Engine
 
 _KNOWN = ("amsgrad", "betas", "dampening", "eps", "lr", "maximize", "momentum", "nesterov", "weight_decay")
+_PLAIN = (bool, int, float, str, list, tuple)
 _NO_MATTER = frozenset({"capturable", "differentiable", "foreach", "fused"})  # how it computes, and not what
 
 
@@ -65,7 +66,7 @@ class Options:
 
     def _of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         # What is on a device is not looked at in each step: the host would wait for it.
-        return {name: value for name in self._names if not isinstance(value := group.get(name), torch.Tensor)}
+        return {name: value for name in self._names if isinstance(value := group.get(name), _PLAIN)}
 
 
 def _in_digits(value: Any) -> str:
