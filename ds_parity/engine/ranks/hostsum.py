@@ -223,6 +223,11 @@ class PlacedSum:
         self._over = over
         self._place = place
 
+    @property
+    def ranks(self) -> int:
+        """As `HostSum.ranks`."""
+        return self._over.ranks
+
     def start(self, vector: torch.Tensor) -> Sum:
         """As `HostSum.start`."""
         return self._over.start(vector, self._place())

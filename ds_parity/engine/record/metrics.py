@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ds_parity.engine.ranks.hostsum import PlacedSum, Rider, summed_with
+from ds_parity.engine.record.same_losses import LOOKED_AT, SameLosses
 from ds_parity.engine.record.samples import Number, weighed
 
 _Samples: TypeAlias = "dict[str, tuple[Number, Number]]"
@@ -78,6 +79,7 @@ class _Window:
         names: that the ranks had agreed on.
         new: names that they had not.
         uses: for each agreed name whether this rank has used it, where ranks look; else none.
+        squares: the square of the loss, in the windows in which losses of ranks are compared; else none.
         rider: what is summed over ranks first.
     """
 
@@ -86,6 +88,7 @@ class _Window:
     names: tuple[str, ...]
     new: list[str]
     uses: list[int]
+    squares: list[torch.Tensor]
     rider: Rider
 
 
@@ -123,6 +126,8 @@ class Meter:
         self._agreed: tuple[str, ...] = ()
         self._used: set[str] = set()  # by this rank, since names were looked at last
         self._settled = 0
+        ranks = 1 if over_host is None else over_host.ranks
+        self._same = SameLosses(ranks, parted=ranks > peers)
         self._has_warned = False
         self._ending: _Window | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -172,6 +177,7 @@ class Meter:
         self.take_back()
         # Every rank comes here to load a checkpoint, also one whose last sum failed before others began theirs.
         self._settled = 0
+        self._same.begin()
         self._used.clear()
         with self._lock:
             self._taken()
@@ -232,19 +238,23 @@ class Meter:
         self._settled += 1
         self._used.update(samples)
         agreed, new, uses = self._agreed, self._new(samples), self._uses()
-        heads = [float(len(new)), *map(float, uses)]
+        own = self._own(loss)
+        squares = [own * own] if self._settled <= LOOKED_AT else []
+        heads: list[Number] = [float(len(new)), *map(float, uses)]
         if self._on_device:
             # The flag goes over the host: read from the device it would make the host wait for the whole step.
             numbers = torch.tensor(heads, dtype=torch.float64, device="cpu")
         else:
             # The loss, the count of new names and the known metrics travel together: one sum in nearly every step.
-            numbers = self._vector([*heads, self._own(loss)], agreed, samples)
-        return _Window(loss, samples, agreed, new, uses, Rider(numbers))
+            numbers = self._vector([*heads, *squares, own], agreed, samples)
+        return _Window(loss, samples, agreed, new, uses, squares, Rider(numbers))
 
     def _settled_on_host(self, over: PlacedSum, window: _Window, summed: torch.Tensor) -> Sums:
         heads = 1 + len(window.uses)
         added_anywhere, *used = summed[:heads].tolist()
-        sums = [summed[heads:]]
+        if window.squares:
+            self._same.note(summed[heads + 1], summed[heads])
+        sums = [summed[heads + len(window.squares) :]]
         if added_anywhere:
             added = self._agree(over, window.new)
             sums.append(over.start(self._vector([], added, window.samples)).wait())
@@ -256,8 +266,11 @@ class Meter:
         added_anywhere, *used = summed.tolist()
         if added_anywhere:
             self._agree(over, window.new)
-        vector = self._vector([self._own(window.loss)], self._agreed, window.samples)
+        vector = self._vector([*window.squares, self._own(window.loss)], self._agreed, window.samples)
         dist.all_reduce(vector, group=self._group)
+        if window.squares:
+            self._same.note(vector[1], vector[0])
+            vector = vector[1:]
         settled = Sums(self._agreed, vector)
         self._forget(window.names, used)
         return settled
