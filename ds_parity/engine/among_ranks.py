@@ -12,8 +12,8 @@ import torch
 from ds_parity.config import Settings
 from ds_parity.engine.arguments import weighting_of
 from ds_parity.engine.internals.adapter import choose
+from ds_parity.engine.internals.group_options import Options
 from ds_parity.engine.internals.groups import Members, groups_of
-from ds_parity.engine.internals.options import Options
 from ds_parity.engine.internals.other_modules import explain
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.planned import PlansRead

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from ds_parity.engine.internals.options import numbers_of
+from ds_parity.engine.internals.group_options import numbers_of
 from ds_parity.errors import ConfigError
 
 _WAY_OUT: Final = (

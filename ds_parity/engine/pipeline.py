@@ -29,8 +29,8 @@ from ds_parity.engine.half_loaded import is_whole, refuse_half_loaded
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
+from ds_parity.engine.internals.group_options import Options
 from ds_parity.engine.internals.installed import refused_by_call
-from ds_parity.engine.internals.options import Options
 from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.schedule import failing_loudly, needed_by
 from ds_parity.engine.internals.shown_groups import whole_groups

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_parity.engine.internals.options import Options, numbers_of
+from ds_parity.engine.internals.group_options import Options, numbers_of
 
 
 def engine_of(optimizer, scale=None, clip=1.0):
