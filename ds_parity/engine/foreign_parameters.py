@@ -182,7 +182,7 @@ def groups_in_words(model: Any, optimizer: Any, groups: Any) -> dict[str, str]:
         told["class of the optimizer"] = type(optimizer).__name__
     experts: dict[str, list[str]] = {}
     for number, group in enumerate([one for one in groups if isinstance(one, Mapping)] or [{"params": groups}]):
-        for name, value in numbers_of(group, optimizer).items():
+        for name, value in numbers_of(group).items():
             told[f"parameter group {number}: {name}"] = value
         inside = list(_parameters([group]))
         for at, one in enumerate(_shared(names, inside)):

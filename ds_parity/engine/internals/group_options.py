@@ -10,20 +10,38 @@ import torch
 
 from ds_parity.engine.internals.surface import Engine
 
-_KNOWN = ("amsgrad", "betas", "dampening", "eps", "lr", "maximize", "momentum", "nesterov", "weight_decay")
+# What loops and schedulers give. Some optimizers keep there what they measure, of this rank's part (Prodigy's `d`).
+_KNOWN = frozenset(
+    [
+        "alpha",
+        "amsgrad",
+        "beta1",
+        "beta2",
+        "betas",
+        "bias_correction",
+        "centered",
+        "dampening",
+        "eps",
+        "lr",
+        "lr_decay",
+        "maximize",
+        "momentum",
+        "nesterov",
+        "rho",
+        "weight_decay",
+    ]
+)
+_COMPARED = sorted(_KNOWN - {"lr"})  # beside the rates, which `engine.get_lr()` gives
 _PLAIN = (bool, int, float, str, list, tuple)
-_NO_MATTER = frozenset({"capturable", "differentiable", "foreach", "fused"})  # how it computes, and not what
 
 
-def numbers_of(group: Mapping[str, Any], optimizer: Any = None) -> dict[str, str]:
+def numbers_of(group: Mapping[str, Any]) -> dict[str, str]:
     """Return what a parameter group says to its optimizer, by name, the same words for groups that say the same.
 
     Args:
-        group: of the optimizer, or that is to be given to one.
-        optimizer: whose `defaults` name what it reads; without it, what most do. A loop may keep other things there.
+        group: of the optimizer, or that is to be given to one. A loop may keep other things there.
     """
-    names = {*(getattr(optimizer, "defaults", None) or _KNOWN), "lr"} & {*group} - _NO_MATTER
-    told = {name: _in_digits(group[name]) for name in names}
+    told = {name: _in_digits(group[name]) for name in _KNOWN & {*group}}
     return {name: said for name, said in told.items() if said}
 
 
@@ -38,8 +56,6 @@ class Options:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Others may count steps, or be of a scheduler.
-        self._names = sorted({*getattr(engine.basic_optimizer, "defaults", ())} - {"lr", *_NO_MATTER})
         self._begun = [self._of(group) for group in engine.optimizer.param_groups]
         self._clips = self._clip()
 
@@ -62,11 +78,12 @@ class Options:
     def _changed(self, at: int, group: Mapping[str, Any]) -> str:
         begun = self._begun[at] if at < len(self._begun) else {}
         changed = {name: value for name, value in self._of(group).items() if value != begun.get(name)}
-        return "".join(f", {name} {_in_digits(value)}" for name, value in changed.items())
+        return "".join(f", {name} {it if isinstance(it, str) else _in_digits(it)}" for name, it in changed.items())
 
     def _of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         # What is on a device is not looked at in each step: the host would wait for it.
-        return {name: value for name in self._names if isinstance(value := group.get(name), _PLAIN)}
+        found = {name: group[name] for name in _COMPARED if isinstance(group.get(name), _PLAIN)}
+        return {name: _in_digits(it) if isinstance(it, list | tuple) else it for name, it in found.items()}
 
 
 def _in_digits(value: Any) -> str:
