@@ -158,6 +158,20 @@ def handed_over(keywords: Mapping[str, Any]) -> list[torch.Tensor]:
     return list(_parameters(_given(keywords)))
 
 
+def refuse_without_rate(optimizer: Any) -> None:
+    """Raise ConfigError where a group of an optimizer has no learning rate: ranks compare rates, and records have them.
+
+    Args:
+        optimizer: anything without groups passes.
+    """
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+        if group.get("lr", 0.0) is None:
+            raise ConfigError(
+                f"parameter group {number} of {type(optimizer).__name__} has the learning rate None: its step() finds "
+                "one that nobody else sees; give it lr= (transformers' Adafactor with relative_step=False)"
+            )
+
+
 def groups_in_words(model: Any, optimizer: Any, groups: Any) -> dict[str, str]:
     """Return where each parameter lies in the optimizer, and what its groups say: all ranks need the same.
 

@@ -31,6 +31,7 @@ from ds_parity.engine.foreign_parameters import (
     refuse_foreign_parameters,
     refuse_foreign_scheduler,
     refuse_foreign_scheduler_made,
+    refuse_without_rate,
 )
 from ds_parity.engine.internals import unread
 from ds_parity.engine.internals.adagrad import own_adagrad
@@ -231,8 +232,7 @@ def honoured(
         return _forward_only({**keywords, **without_keys(keywords, extended)}, extended, bare)
     number = agree(everybody, {**_alike(rewritten), **given_in_words(keywords)}, keywords.get("model"))
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
-    if callable(optimizer := keywords.get("optimizer")) and not hasattr(optimizer, "param_groups"):
-        keywords = {**keywords, "optimizer": _making(optimizer, keywords.get("model"), everybody)}
+    keywords = {**keywords, **_made_together(keywords, everybody)}
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     with (
@@ -267,6 +267,7 @@ def _rewritten(keywords: Mapping[str, Any], extended: Mapping[str, Any], ranks: 
     refuse_handed_on(rewritten.config, **by_section)
     _refuse_by_release({**extended, **rewritten.config})
     refuse_optimizer(keywords.get("optimizer"), rewritten.config)
+    refuse_without_rate(keywords.get("optimizer"))
     refuse_unfit(keywords.get("model"), rewritten.config, groups_handed_over(keywords), handed_over(keywords))
     return rewritten
 
@@ -307,17 +308,37 @@ def _refuse_stage_without_optimizer(extended: Mapping[str, Any]) -> None:
         )
 
 
-def _making(optimizer: Callable[..., Any], model: Any, everybody: Asked) -> Callable[..., Any]:
-    """Return a function that makes an optimizer, for DeepSpeed to call, and compares what ranks have made."""
+def _made_together(keywords: Mapping[str, Any], everybody: Asked) -> dict[str, Any]:
+    """Return what DeepSpeed calls for an optimizer or a scheduler, in a form in which no rank is left waiting by it.
 
-    @functools.wraps(optimizer)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        with all_or_none(everybody):
-            made = optimizer(*args, **kwargs)
-        agree(everybody, groups_in_words(model, made, getattr(made, "param_groups", ())))
+    What an optimizer's function has made is compared over the ranks, as one that is given.
+
+    Args:
+        keywords: of `deepspeed.initialize`.
+        everybody: the ranks, which all call it inside.
+    """
+
+    def together(function: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+        @functools.wraps(function, updated=())
+        def make(*args: Any, **kwargs: Any) -> Any:
+            with all_or_none(everybody):
+                made = function(*args, **kwargs)
+                check(made)
+            return made
+
+        return make
+
+    def optimizer_made(*args: Any, **kwargs: Any) -> Any:
+        made = together(keywords["optimizer"], refuse_without_rate)(*args, **kwargs)
+        agree(everybody, groups_in_words(keywords.get("model"), made, getattr(made, "param_groups", ())))
         return made
 
-    return make
+    found: dict[str, Any] = {}
+    if callable(optimizer := keywords.get("optimizer")) and not hasattr(optimizer, "param_groups"):
+        found["optimizer"] = optimizer_made
+    if callable(scheduler := keywords.get("lr_scheduler")):
+        found["lr_scheduler"] = together(scheduler, lambda _: None)
+    return found
 
 
 def _forward_only(

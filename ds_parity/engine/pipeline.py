@@ -29,7 +29,7 @@ from ds_parity.engine.half_loaded import is_whole, refuse_half_loaded
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
-from ds_parity.engine.internals.group_options import Options
+from ds_parity.engine.internals.group_options import CLIPPING, Options
 from ds_parity.engine.internals.installed import refused_by_call
 from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.schedule import failing_loudly, needed_by
@@ -51,7 +51,7 @@ from ds_parity.engine.planned import PlansRead, Read, refuse_different_plans, re
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
-from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place, differing_rates
 from ds_parity.engine.saving import Saving
 from ds_parity.engine.writers import Writer
 from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
@@ -491,12 +491,19 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
                 f"column (data-parallel rank {one.number}) gave {first.counts}: all ranks of a column give the "
                 "same micro-batches; give each rank those of its data-parallel rank (engine.grid)"
             )
-        first = next(other for other in gathered if other.stage == one.stage)
+        at, first = next((at, other) for at, other in enumerate(gathered) if other.stage == one.stage)
         if first.rates != one.rates:
             raise RankDesyncError(
-                f"rank {rank} has the learning rates {'; '.join(one.rates)}, and another column of its stage has "
-                f"{'; '.join(first.rates)}: their weights would part. The weights are as they were. Set learning "
-                "rates on all ranks alike, by the same metric"
+                f"ranks of stage {one.stage} differ in "
+                f"{differing_rates({at: first.rates, rank: one.rates})}: their weights would part. "
+                "The weights are as they were. Set learning rates, and whatever else is named here, on all ranks alike"
+            )
+        # One gradient is clipped on all stages.
+        clips = {at: [it for it in its.rates if it.startswith(CLIPPING)] for at, its in ((0, gathered[0]), (rank, one))}
+        if clips[0] != clips[rank]:
+            raise RankDesyncError(
+                f"ranks differ in {differing_rates(clips)}: each would clip by a bound of its own. The weights are as "
+                "they were. Set it on all ranks of the pipeline alike"
             )
         if first.frozen != one.frozen:
             raise RankDesyncError(

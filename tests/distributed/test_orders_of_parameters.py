@@ -203,11 +203,11 @@ CHANGES = {
     "loss scale": scale,
 }
 SAID = {
-    "weight_decay": "0.1, weight_decay 0.3]",
-    "maximize": "0.1, maximize True]",
-    "betas": "0.1, betas (0.1, 0.2)]",
-    "gradient_clipping": "; gradient_clipping 0.05",
-    "loss scale": "; loss scale 16]",
+    "weight_decay": "the learning rate of parameter group 0 (rank 0 has 0.1; rank 1 has 0.1, weight_decay 0.3)",
+    "maximize": "the learning rate of parameter group 0 (rank 0 has 0.1; rank 1 has 0.1, maximize True)",
+    "betas": "the learning rate of parameter group 0 (rank 0 has 0.1; rank 1 has 0.1, betas (0.1, 0.2))",
+    "gradient_clipping": "gradient_clipping (rank 0 has what it was at the start; rank 1 has 0.05)",
+    "loss scale": "loss scale (rank 0 has 256; rank 1 has 16)",
 }
 CELLS = [(stage, name) for stage in STAGES for name in CHANGES if stage or name != "loss scale"]
 
@@ -223,8 +223,7 @@ def test_what_one_rank_changes_beside_its_loop_is_told_before_the_step(two_ranks
     apart, alike = two_ranks.of(changes)[f"{stage} {name}"]
     assert alike == ["nothing was raised"] * 2
     for said in apart:
-        assert said.startswith("RankDesyncError: ranks are not in the same place: rank 0 has [0.1")
-        assert SAID[name] in said
+        assert said.startswith(f"RankDesyncError: ranks differ in {SAID[name]}. So the step would be")
 
 
 class Experts(torch.nn.Module):
@@ -303,3 +302,56 @@ def test_groups_of_experts_have_one_order_on_all_ranks(two_ranks, stage):
         assert "PYTHONHASHSEED=0" in said
     for said in found[f"{stage} within"]:
         assert said.startswith("RankDesyncError: ranks differ in experts of ep_size_1 (rank 0 has ")
+
+
+def without_rate(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None  # as transformers' Adafactor leaves it, which finds one in its step()
+    return optimizer
+
+
+@on_two_ranks
+def rates(folder):
+    """An optimizer without a rate, and a function that makes one; and a function that raises on one rank."""
+    made = config(0, passes=2)
+    del made["scheduler"], made["optimizer"]
+    model = Net(("one", "two"))
+
+    def raising(_):
+        if dist.get_rank() == 1:
+            raise ValueError("no optimizer today")
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    ways = {"given": without_rate(model), "made": lambda _: without_rate(model), "raising": raising}
+    said = {}
+    for name, optimizer in ways.items():
+        try:
+            said[name] = refusal(lambda it=optimizer: ds_parity.initialize(model=model, optimizer=it, config=made))
+        except ValueError as error:
+            said[name] = f"ValueError: {error}"
+    try:
+        given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "lr_scheduler": raising_behind_one}
+        said["scheduler"] = refusal(lambda: ds_parity.initialize(model=model, config=made, **given))
+    except ValueError as error:
+        said["scheduler"] = f"ValueError: {error}"
+    return from_all(said)
+
+
+def raising_behind_one(optimizer):
+    if dist.get_rank() == 1:
+        raise ValueError("no scheduler today")
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+
+@pytest.mark.parametrize("name", ["given", "made"])
+def test_an_optimizer_without_a_learning_rate_is_refused(two_ranks, name):
+    for said in two_ranks.of(rates):
+        assert said[name].startswith("ConfigError: parameter group 0 of SGD has the learning rate None")
+
+
+@pytest.mark.parametrize(("name", "said"), [("raising", "no optimizer today"), ("scheduler", "no scheduler today")])
+def test_a_function_that_raises_on_one_rank_is_told_to_the_other(two_ranks, name, said):
+    first, second = two_ranks.of(rates)
+    assert second[name] == f"ValueError: {said}"
+    assert first[name].startswith("RankDesyncError: ")
+    assert said in first[name]

@@ -125,6 +125,11 @@ def optimizers(cell, found):
     found["rates apart"] = trains(engine)
     for row in rows:
         row["lr"] = 0.05
+    clips = engine.gradient_clipping()
+    if engine.grid.get_stage_id():
+        engine._config.gradient_clipping = 0.01
+    found["clipping apart"] = trains(engine)
+    engine._config.gradient_clipping = clips
     found["rates alike"] = trains(engine)
     engine.destroy()
     found["destroyed"] = trains(engine)
@@ -203,7 +208,8 @@ SAID = {
     "frozen later": GOES_ON,
     "all frozen": "WindowError: this stage trains nothing in window 1",
     "a part is given": GOES_ON,
-    "rates apart": "RankDesyncError: rank . has the learning rates 0.2, and another column of its stage has 0.1",
+    "rates apart": "RankDesyncError: ranks of stage . differ in the learning rate of parameter group 0 .*: their",
+    "clipping apart": r"RankDesyncError: ranks differ in gradient_clipping \(rank . has .*; rank . has .*\): each",
     "rates alike": GOES_ON,
     "destroyed": "WindowError: the engine was destroyed|RankDesyncError: this rank stops because another did",
     "no_grad": r"WindowError: train_window\(\) in window 0 under torch.no_grad\(\)",

@@ -199,7 +199,7 @@ def schedulers(folder):
 BROKEN = "step.* of the scheduler Broken has raised TypeError: unsupported operand"
 NEEDS = r"ReduceLROnPlateau.step\(\) needs metrics: .*lr_kwargs={'metrics': \.\.\.}"
 APART = (
-    r"RankDesyncError: ranks are not in the same place: rank 0 has \[.*\]; rank 1 has \[.*\]. These are the learning"
+    r"RankDesyncError: ranks differ in the learning rate of parameter group 0 \(rank 0 has .*; rank 1 has .*\). So the"
 )
 SAID = {
     "not given": rf"WindowError: step\(\) in window 0 was given no lr_kwargs, but {NEEDS}",

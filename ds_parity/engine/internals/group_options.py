@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from ds_parity.engine.internals.surface import Engine
 
+CLIPPING: Final = "gradient_clipping"
 # What loops and schedulers give. Some optimizers keep there what they measure, of this rank's part (Prodigy's `d`).
 _KNOWN = frozenset(
     [
@@ -32,7 +33,8 @@ _KNOWN = frozenset(
     ]
 )
 _COMPARED = sorted(_KNOWN - {"lr"})  # beside the rates, which `engine.get_lr()` gives
-_PLAIN = (bool, int, float, str, list, tuple)
+_ONE = (bool, int, float, str)
+_PLAIN = (*_ONE, list, tuple, torch.Tensor)
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, str]:
@@ -68,7 +70,7 @@ class Options:
         rates = [repr(float(rate)) + self._changed(at, group) for at, (rate, group) in enumerate(pairs)]
         scale = self._engine.optimizer.loss_scale if self._engine.fp16_enabled() else None
         rates += [f"loss scale {scale:g}"] if isinstance(scale, int | float) else []
-        rates += [f"gradient_clipping {clip}" for clip in self._clip() if clip not in self._clips]
+        rates += [f"{CLIPPING} {clip}" for clip in dict.fromkeys(self._clip()) if clip not in self._clips]
         return tuple(rates)
 
     def _clip(self) -> list[str]:
@@ -83,7 +85,10 @@ class Options:
     def _of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         # What is on a device is not looked at in each step: the host would wait for it.
         found = {name: group[name] for name in _COMPARED if isinstance(group.get(name), _PLAIN)}
-        return {name: _in_digits(it) if isinstance(it, list | tuple) else it for name, it in found.items()}
+        return {
+            name: it if isinstance(it, _ONE) else "a tensor" if isinstance(it, torch.Tensor) else _in_digits(it)
+            for name, it in found.items()
+        }
 
 
 def _in_digits(value: Any) -> str:

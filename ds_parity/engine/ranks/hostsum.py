@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ds_parity.engine.ranks.helper import Helper
 from ds_parity.engine.ranks.limits import Limit
-from ds_parity.engine.ranks.wire import LOADS, RUNS_WHOLE, SAVES, Place, heads_agree
+from ds_parity.engine.ranks.wire import LOADS, RUNS_WHOLE, SAVES, Place, differing_rates, heads_agree
 from ds_parity.errors import RankDesyncError, WindowError
 
 CAPACITY: Final = 128  # numbers of 8 bytes: 20 passes, or 60 metrics; more memory would show beside small models
@@ -130,11 +130,11 @@ class HostSum:
             len({where.rates for where in places}) > 1
             and len({replace(where, rates=(), used=0) for where in places}) == 1
         ):
-            lines = "; ".join(f"rank {rank} has [{'; '.join(where.rates)}]" for rank, where, _ in gathered)
-            rule = (
-                "These are the learning rates of a step that would be another one on each rank, and what else of the "
-                "optimizer's groups was changed. The weights are as they were. Give the scheduler the same metric on "
-                "every rank (an average over them), and set learning rates and the like on all of them alike"
+            apart = differing_rates({rank: where.rates for rank, where, _ in gathered})
+            return RankDesyncError(
+                f"ranks differ in {apart}. So the step would be another one on each rank. The weights are as they "
+                "were. Give the scheduler the same metric on every rank (an average over them), and set learning "
+                "rates, and whatever else is named here, on all of them alike"
             )
         elif len({replace(where, used=0) for where in places}) == 1 and len(set(places)) > 1:
             rule = (

@@ -19,7 +19,7 @@ checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the other
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -43,6 +43,37 @@ LOADED: Final = "has loaded a checkpoint"
 FOUND_NONE: Final = "has found no checkpoint to load"
 ANYWHERE: Final = -1
 """The window of a place where ranks may come from different ones."""
+
+
+AT_THE_START: Final = "what it was at the start"
+_SHOWN: Final = 4
+
+
+def differing_rates(rates: Mapping[int, Sequence[str]]) -> str:
+    """Return in words where ranks differ in what a step would use.
+
+    Args:
+        rates: by rank, as `Place.rates`.
+    """
+    by_rank = {rank: dict(map(_named, range(len(told)), told)) for rank, told in rates.items()}
+    names = dict.fromkeys(name for named in by_rank.values() for name in named)
+    told = [(name, {rank: named.get(name, AT_THE_START) for rank, named in by_rank.items()}) for name in names]
+    apart = [f"{name} ({_of_each(values)})" for name, values in told if len({*values.values()}) > 1]
+    more = f"; and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else ""
+    return "; ".join(apart[:_SHOWN]) + more
+
+
+def _named(at: int, told: str) -> tuple[str, str]:
+    # Behind the rates of the groups come a scale and what clips, with their names.
+    name, _, value = told.rpartition(" ")
+    return (name, value) if told[0].isalpha() and name else (f"the learning rate of parameter group {at}", told)
+
+
+def _of_each(values: Mapping[int, str]) -> str:
+    first: dict[str, int] = {}
+    for rank, value in values.items():
+        first.setdefault(value, rank)
+    return "; ".join(f"rank {rank} has {value}" for value, rank in list(first.items())[:_SHOWN])
 
 
 @dataclass(frozen=True, slots=True)
