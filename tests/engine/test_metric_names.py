@@ -40,7 +40,7 @@ class Together:
             self.gathers += not rank
             return self._from_all(rank, value)
 
-        return SimpleNamespace(start=start, gathered=gathered)
+        return SimpleNamespace(start=start, gathered=gathered, ranks=RANKS)
 
 
 def run(windows, recorded):
