@@ -74,7 +74,7 @@ class _Column:
         counts: of each micro-batch.
         runs: whether there is anything that it could run.
         stage: of the rank.
-        rates: learning rates of its coming step, one for each parameter group.
+        rates: what its coming step uses, as `Options.in_digits` says.
         plans: numbers of the plans that it has begun in this window (`MicroBatch.plan_number`).
         ties: whether it trains each weight that its stage shares with others, by its name.
         norms: how many norms its step adds up over the stages (`norms_over_stages`).
@@ -92,6 +92,11 @@ class _Column:
     norms: int = field(default=0, compare=False)
     frozen: int = field(default=0, compare=False)
     experts_apart: bool = field(default=False, compare=False)
+
+    @property
+    def clips(self) -> list[str]:
+        """What clips if it was changed: one gradient is clipped on all stages."""
+        return [one for one in self.rates if one.startswith(CLIPPING)]
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -498,12 +503,10 @@ def _refuse_parted(gathered: Sequence[_Column]) -> None:
                 f"{differing_rates({at: first.rates, rank: one.rates})}: their weights would part. "
                 "The weights are as they were. Set learning rates, and whatever else is named here, on all ranks alike"
             )
-        # One gradient is clipped on all stages.
-        clips = {at: [it for it in its.rates if it.startswith(CLIPPING)] for at, its in ((0, gathered[0]), (rank, one))}
-        if clips[0] != clips[rank]:
+        if one.clips != gathered[0].clips:
             raise RankDesyncError(
-                f"ranks differ in {differing_rates(clips)}: each would clip by a bound of its own. The weights are as "
-                "they were. Set it on all ranks of the pipeline alike"
+                f"ranks differ in {differing_rates({0: gathered[0].clips, rank: one.clips})}: each would clip by a "
+                "bound of its own. The weights are as they were. Set it on all ranks of the pipeline alike"
             )
         if first.frozen != one.frozen:
             raise RankDesyncError(

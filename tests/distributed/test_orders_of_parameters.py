@@ -12,11 +12,12 @@ import ds_parity
 from ds_parity.engine.internals.replaced import wrapped
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 from tests.distributed.test_pipelines import alone_in_the_process
 
 pytestmark = pytest.mark.ranks
 WIDTH = 4
+OFTEN, SELDOM = STAGES[:2], STAGES[2:]
 MADE = {"type": "SGD", "params": {"lr": 0.1}}
 
 
@@ -116,26 +117,41 @@ def built(stage, way, apart):
 ALL = (*WAYS, "of the model", "of model_parameters", "of a frozen type", *(f"of a function {one}" for one in FUNCTIONS))
 
 
-@on_two_ranks
-def own_words(folder):
-    last = dist.get_rank() == 1
-    return {str(stage): from_all(refusal(lambda s=stage: built(s, "of own words", last))) for stage in STAGES}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_no_optimizer_reads_may_differ(two_ranks, stage):
-    assert two_ranks.of(own_words)[str(stage)] == ["nothing was raised"] * 2
-
-
-@on_two_ranks
-def orders(folder):
+def compared(stages):
     """By stage and way: what each rank says where its order is another, and where it is the same."""
     last = dist.get_rank() == 1
     return {
         f"{stage} {way}": [from_all(refusal(lambda s=stage, w=way, a=apart: built(s, w, a))) for apart in (last, False)]
-        for stage in STAGES
-        for way in ALL
+        for stage in stages
+        for way in (*ALL, "of own words")
     }
+
+
+@on_two_ranks
+def orders(folder):
+    """In every run; the other stages are built over what these are."""
+    return compared(OFTEN)
+
+
+@at_length_on_two_ranks
+def orders_at_length(folder):
+    """Seldom."""
+    return compared(SELDOM)
+
+
+def _own_words_may_differ(found, stage):
+    assert found[f"{stage} of own words"] == [["nothing was raised"] * 2] * 2
+
+
+@pytest.mark.parametrize("stage", OFTEN)
+def test_what_no_optimizer_reads_may_differ(two_ranks, stage):
+    _own_words_may_differ(two_ranks.of(orders), stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", SELDOM)
+def test_so_it_may_on_other_stages(two_ranks_at_length, stage):
+    _own_words_may_differ(two_ranks_at_length.of(orders_at_length), stage)
 
 
 NAMED = {
@@ -149,10 +165,21 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", OFTEN)
 @pytest.mark.parametrize("way", ALL)
 def test_ranks_with_another_order_are_told(two_ranks, stage, way):
-    apart, alike = two_ranks.of(orders)[f"{stage} {way}"]
+    _told(two_ranks.of(orders)[f"{stage} {way}"], way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", SELDOM)
+@pytest.mark.parametrize("way", ALL)
+def test_so_they_are_on_other_stages(two_ranks_at_length, stage, way):
+    _told(two_ranks_at_length.of(orders_at_length)[f"{stage} {way}"], way)
+
+
+def _told(found, way):
+    apart, alike = found
     assert alike == ["nothing was raised"] * 2
     for said in apart:
         assert said.startswith("RankDesyncError: ranks differ in ")
@@ -210,17 +237,38 @@ SAID = {
     "loss scale": "loss scale (rank 0 has 256; rank 1 has 16)",
 }
 CELLS = [(stage, name) for stage in STAGES for name in CHANGES if stage or name != "loss scale"]
+CHANGED_OFTEN = [cell for cell in CELLS if cell[0] in OFTEN]
+CHANGED_SELDOM = [cell for cell in CELLS if cell[0] in SELDOM]
+
+
+def changes_of(cells):
+    last = dist.get_rank() == 1
+    return {f"{stage} {name}": [from_all(changed(stage, one, name)) for one in (last, True)] for stage, name in cells}
 
 
 @on_two_ranks
 def changes(folder):
-    last = dist.get_rank() == 1
-    return {f"{stage} {name}": [from_all(changed(stage, one, name)) for one in (last, True)] for stage, name in CELLS}
+    return changes_of(CHANGED_OFTEN)
 
 
-@pytest.mark.parametrize(("stage", "name"), CELLS)
+@at_length_on_two_ranks
+def changes_at_length(folder):
+    return changes_of(CHANGED_SELDOM)
+
+
+@pytest.mark.parametrize(("stage", "name"), CHANGED_OFTEN)
 def test_what_one_rank_changes_beside_its_loop_is_told_before_the_step(two_ranks, stage, name):
-    apart, alike = two_ranks.of(changes)[f"{stage} {name}"]
+    _told_before(two_ranks.of(changes)[f"{stage} {name}"], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "name"), CHANGED_SELDOM)
+def test_so_it_is_on_other_stages(two_ranks_at_length, stage, name):
+    _told_before(two_ranks_at_length.of(changes_at_length)[f"{stage} {name}"], name)
+
+
+def _told_before(found, name):
+    apart, alike = found
     assert alike == ["nothing was raised"] * 2
     for said in apart:
         assert said.startswith(f"RankDesyncError: ranks differ in {SAID[name]}. So the step would be")

@@ -7,13 +7,16 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.engines import from_all, listen
-from tests.distributed.sets import on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 from tests.distributed.test_loop_shapes import CELLS, ahead, engine_of, loss_of, micro_batches, past_the_engine, usual
 
 pytestmark = pytest.mark.ranks
 
 TOLD = "none of them was engine.backward()"
 ZEROS = [cell for cell in CELLS if cell[0]]
+# What has a wrapper of its own; the others have buffers of theirs.
+OFTEN = [cell for cell in ZEROS if cell[1] in ("fp32", "fp32 accumulation")]
+SELDOM = [cell for cell in ZEROS if cell not in OFTEN]
 
 
 def past_the_backward(engine, client, window):
@@ -46,11 +49,10 @@ LOOPS = {
 }
 
 
-@on_two_ranks
-def told(folder):
+def told_of(cells):
     """By cell and loop: how often each rank was told."""
     results = {}
-    for (stage, kind), (name, loop) in product(ZEROS, LOOPS.items()):
+    for (stage, kind), (name, loop) in product(cells, LOOPS.items()):
         engine, client = engine_of(stage, kind)
         engine.cell = stage, kind
         said, end = listen()
@@ -65,9 +67,28 @@ def told(folder):
     return results
 
 
-@pytest.mark.parametrize(("stage", "kind"), ZEROS)
-def test_a_loop_whose_backwards_never_come_to_the_engine_is_told_once(two_ranks, stage, kind):
-    found = two_ranks.of(told)
+@on_two_ranks
+def told(folder):
+    return told_of(OFTEN)
+
+
+@at_length_on_two_ranks
+def told_at_length(folder):
+    return told_of(SELDOM)
+
+
+def _told_once(found, stage, kind):
     assert {name: found[f"{stage} {kind} {name}"] for name in LOOPS} == {
         name: [int(loop is past_the_backward)] * 2 for name, loop in LOOPS.items()
     }
+
+
+@pytest.mark.parametrize(("stage", "kind"), OFTEN)
+def test_a_loop_whose_backwards_never_come_to_the_engine_is_told_once(two_ranks, stage, kind):
+    _told_once(two_ranks.of(told), stage, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kind"), SELDOM)
+def test_so_it_is_where_gradients_lie_in_other_buffers(two_ranks_at_length, stage, kind):
+    _told_once(two_ranks_at_length.of(told_at_length), stage, kind)

@@ -127,7 +127,7 @@ class Meter:
         self._used: set[str] = set()  # by this rank, since names were looked at last
         self._settled = 0
         ranks = 1 if over_host is None else over_host.ranks
-        self._same = SameLosses(ranks, parted=ranks > peers)
+        self._same = SameLosses(ranks, parted=ranks > peers, group=group)
         self._has_warned = False
         self._ending: _Window | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,11 @@ class SameLosses:
     Args:
         ranks: that sum (>= 1).
         parted: whether they are to have other data; else they have the same loss by right.
+        group: these ranks, of which the first one warns; a job may have others.
     """
 
-    def __init__(self, ranks: int, *, parted: bool) -> None:
-        self._ranks, self._parted = ranks, parted
+    def __init__(self, ranks: int, *, parted: bool, group: Any) -> None:
+        self._ranks, self._parted, self._group = ranks, parted, group
         self._seen: list[torch.Tensor] = []
 
     def begin(self) -> None:
@@ -50,7 +51,7 @@ class SameLosses:
         )
         # A loss that is one number for ever is that for any data.
         moves = len({total for total, _ in seen}) > 1
-        if self._parted and alike and moves and dist.get_rank() == 0:
+        if self._parted and alike and moves and dist.get_rank(self._group) == 0:
             _LOG.warning(
                 "all ranks have had the same loss in each of %d windows: they seem to train on the same data, so that "
                 "each rollout is counted once for every rank. Give each rank data of its own (a DistributedSampler, "
