@@ -333,11 +333,13 @@ def _made_together(keywords: Mapping[str, Any], everybody: Asked) -> dict[str, A
         agree(everybody, groups_in_words(keywords.get("model"), made, getattr(made, "param_groups", ())))
         return made
 
-    found: dict[str, Any] = {}
-    if callable(optimizer := keywords.get("optimizer")) and not hasattr(optimizer, "param_groups"):
-        found["optimizer"] = optimizer_made
-    if callable(scheduler := keywords.get("lr_scheduler")):
-        found["lr_scheduler"] = together(scheduler, lambda _: None)
+    optimizer, scheduler = keywords.get("optimizer"), keywords.get("lr_scheduler")
+    own = callable(optimizer) and not hasattr(optimizer, "param_groups"), callable(scheduler)
+    # Ranks of other groups build engines of their own beside this one, and meet here only if they all give a function.
+    optimizers, schedulers = map(all, zip(*everybody.gather(own).values(), strict=True))
+    found: dict[str, Any] = {"optimizer": optimizer_made} if optimizers else {}
+    if schedulers:
+        found["lr_scheduler"] = together(keywords["lr_scheduler"], lambda _: None)
     return found
 
 

@@ -13,6 +13,7 @@ from ds_parity.engine.internals.replaced import wrapped
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
+from tests.distributed.test_model_parts import Part, with_mpu
 from tests.distributed.test_pipelines import alone_in_the_process
 
 pytestmark = pytest.mark.ranks
@@ -383,6 +384,23 @@ def rates(folder):
     except ValueError as error:
         said["scheduler"] = f"ValueError: {error}"
     return from_all(said)
+
+
+@on_two_ranks
+def beside_another(folder):
+    """Ranks that step apart, each with a part of a model, of which one gives a function; at last another engine."""
+    with with_mpu() as mpu:
+        model = Part(mpu)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = (lambda _: optimizer) if dist.get_rank() else optimizer
+        made = config(0, passes=2)
+        del made["scheduler"], made["optimizer"]
+        said = refusal(lambda: ds_parity.initialize(model=model, optimizer=given, config=made, mpu=mpu))
+    return from_all(said)
+
+
+def test_a_function_of_one_group_of_ranks_waits_for_no_other(two_ranks):
+    assert two_ranks.of(beside_another) == ["nothing was raised"] * 2
 
 
 def raising_behind_one(optimizer):
