@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
+from deepspeed.moe.utils import is_moe_param
 
 from ds_parity.engine.internals.group_options import numbers_of
 from ds_parity.errors import ConfigError
@@ -188,8 +189,8 @@ def groups_in_words(model: Any, optimizer: Any, groups: Any) -> dict[str, str]:
         By what the loop would call it. Of experts that are not DeepSpeed's, which may have other names on each rank,
         the groups alone are told.
     """
-    names = {id(one): name for name, one in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
-    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    named = list(model.named_parameters()) if isinstance(model, torch.nn.Module) else []
+    names, parameters = {id(one): name for name, one in named}, [one for _, one in named]
     # DeepSpeed sends the first rank's weights in this order, and steps in it where it is given no other.
     told = {f"the place of {names[id(one)]} in the model": str(at) for at, one in enumerate(_shared(names, parameters))}
     if optimizer is not None:
@@ -201,7 +202,7 @@ def groups_in_words(model: Any, optimizer: Any, groups: Any) -> dict[str, str]:
         inside = list(_parameters([group]))
         for at, one in enumerate(_shared(names, inside)):
             told[f"the place of {names[id(one)]} in the optimizer"] = f"{at} of group {number}"
-        for one in filter(_is_expert, inside):
+        for one in filter(is_moe_param, inside):
             # DeepSpeed's have the same names on each rank; others may not.
             name = f", {names.get(id(one), '')}" if hasattr(one, "group_name") else ""
             experts.setdefault(f"experts of {getattr(one, 'group_name', 'a rank')}", []).append(f"group {number}{name}")
@@ -220,11 +221,7 @@ def given_in_words(keywords: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _shared(names: Container[int], parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (one for one in parameters if id(one) in names and not _is_expert(one))
-
-
-def _is_expert(parameter: torch.Tensor) -> bool:
-    return not getattr(parameter, "allreduce", True)
+    return (one for one in parameters if id(one) in names and not is_moe_param(one))
 
 
 def _given(keywords: Mapping[str, Any]) -> Any:

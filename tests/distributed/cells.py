@@ -37,6 +37,11 @@ def config(stage, dtype="fp32", passes=12, optimizer="SGD", **section):
     return {**extended, "ds_parity": section} if section else extended
 
 
+def runs_forward(extended):
+    """The configuration of an engine that trains nothing."""
+    return {key: value for key, value in extended.items() if key not in ("optimizer", "scheduler")}
+
+
 def uniform(stage, dtype, gas, optimizer="SGD"):
     """Windows that fixed accumulation has too: `gas` passes on each rank, of one rollout each."""
     name = f"uniform-{stage}-{dtype}-{gas}-{optimizer}"

@@ -17,7 +17,7 @@ from ds_parity.parity.running.half_precision import forget_hpz
 from ds_parity.parity.subjects.references.private_state import forget_tensor_groups
 from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import read_header
-from tests.distributed.cells import STAGES, config
+from tests.distributed.cells import STAGES, config, runs_forward
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_four_ranks, on_two_ranks
 
@@ -85,10 +85,6 @@ def one_pass(engine, seed, **counts):
     engine.step()
 
 
-def runs_forward(extended):
-    return {key: value for key, value in extended.items() if key not in ("optimizer", "scheduler", "zero_optimization")}
-
-
 @on_two_ranks
 def refusals(folder):
     """What can't be right, each alone."""
@@ -119,7 +115,7 @@ def refusals(folder):
     with forgetting():
         build(divided_config(2)).destroy()
         said["remembered"] = from_all(refusal(lambda: build(config(2))))
-        said["remembered, forward only"] = from_all(refusal(lambda: build(runs_forward(config(2, passes=4)))))
+        said["remembered, forward only"] = from_all(refusal(lambda: build(runs_forward(config(0, passes=4)))))
         said["right, forward only"] = from_all(refusal(lambda: build(runs_forward(divided_config(0)))))
     return said
 

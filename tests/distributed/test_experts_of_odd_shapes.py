@@ -9,7 +9,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 import ds_parity
-from tests.distributed.cells import config
+from tests.distributed.cells import config, runs_forward
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sequence import remembering
 from tests.distributed.sets import on_two_ranks
@@ -115,8 +115,9 @@ def experts_among_ranks_of_one_model(folder):
         engine.backward(engine(x).mean())
         engine.step()
         engine.destroy()
-        runs_forward = {key: value for key, value in config(0).items() if key not in ("optimizer", "scheduler")}
-        said["forwards alone"] = refusal(lambda: ds_parity.initialize(model=Net((1,)), config=runs_forward, mpu=mpu))
+        said["forwards alone"] = refusal(
+            lambda: ds_parity.initialize(model=Net((1,)), config=runs_forward(config(0)), mpu=mpu)
+        )
     return from_all(said)
 
 

@@ -11,7 +11,7 @@ from deepspeed.utils import groups
 
 import ds_parity
 from ds_parity.all_weights import every_weight
-from tests.distributed.cells import STAGES, config
+from tests.distributed.cells import STAGES, config, runs_forward
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.infinite import KINDS as KINDS_OF_INF
 from tests.distributed.infinite import assert_all_skip, three_steps
@@ -338,10 +338,9 @@ def other_partitions(folder):
         with deepspeed.zero.Init():
             model = torch.nn.Linear(4, 4)
         said["zero.Init"] = from_all(refusal(lambda: build(3, mpu, model=model)))
-        runs_forward = {key: value for key, value in config(3).items() if key not in ("optimizer", "scheduler")}
 
         def forward_only():
-            return ds_parity.initialize(model=model, config=runs_forward, mpu=mpu)[0].destroy()
+            return ds_parity.initialize(model=model, config=runs_forward(config(3)), mpu=mpu)[0].destroy()
 
         said["whole, forward only"] = from_all(refusal(forward_only))
         with deepspeed.zero.Init():

@@ -88,30 +88,24 @@ def read_once(model, apart):
 def built(stage, way, apart):
     made = config(stage, passes=2)
     del made["scheduler"]
+    made |= {"optimizer": MADE, "zero_allow_untested_optimizer": True}
+    model = Net(("two", "one") if apart and way == "of the model" else ("one", "two"))
     if way == "of the model":
-        model, given = Net(("two", "one") if apart else ("one", "two")), {}
-        made["optimizer"] = MADE
+        given = {}
     elif way == "of model_parameters":
-        model = Net(("one", "two"))
         ordered = list(model.parameters())
         given = {"model_parameters": ordered[::-1] if apart else ordered}
-        made["optimizer"] = MADE
     elif way == "of a function read once":
-        model = Net(("one", "two"))
         given = {"model_parameters": read_once(model, apart)}
-        made["optimizer"] = MADE
     elif way == "of a frozen type":
-        model = Net(("one", "two"))
         model.one = model.one.to(torch.float16 if apart else torch.bfloat16).requires_grad_(False)
         given = {"optimizer": torch.optim.SGD(model.two.parameters(), lr=0.1)}
-        del made["optimizer"]
     else:
-        model = Net(("one", "two"))
         made_of = of_own_words if way == "of own words" else WAYS[way.removeprefix("of a function ")]
         optimizer = (lambda _: made_of(model, apart)) if way.startswith("of a function ") else made_of(model, apart)
         given = {"optimizer": optimizer}
+    if "optimizer" in given:
         del made["optimizer"]
-    made["zero_allow_untested_optimizer"] = True
     ds_parity.initialize(model=model, config=made, **given)[0].destroy()
 
 

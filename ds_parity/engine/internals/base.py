@@ -124,10 +124,12 @@ class Adapter(ABC):
         """Return the gradients that lie with their parameters, without sparse ones."""
         return [g for p in self._trained if (g := p.grad) is not None and g.layout == torch.strided]
 
+    _came_in = 0  # gradients, since the engine was built
+
     @property
     def gradients_in(self) -> int:
         """How many gradients have come in since the engine was built; 0 where nobody counts them (ZeRO 0)."""
-        return 0
+        return self._came_in
 
     @property
     def clears_strays(self) -> bool:

@@ -68,8 +68,6 @@ class Bf16(Adapter):
             [True] * len(group) for group in self._optimizer.fp32_groups_has_gradients
         ]
 
-    _came_in = 0  # gradients, since the engine was built
-
     def prepare(self) -> None:
         """Count the gradients that come in, and keep those of several forwards for one backward.
 
@@ -121,11 +119,6 @@ class Bf16(Adapter):
     def gradients_seen(self) -> object:
         """Return also how many came in: with `immediate_grad_update` DeepSpeed's hooks take them away at once."""
         return super().gradients_seen(), self._came_in
-
-    @property
-    def gradients_in(self) -> int:
-        """How many gradients have come in since the engine was built."""
-        return self._came_in
 
     def _note(self, _: int) -> None:
         self._came_in += 1

@@ -33,8 +33,7 @@ _KNOWN = frozenset(
     ]
 )
 _COMPARED = sorted(_KNOWN - {"lr"})  # beside the rates, which `engine.get_lr()` gives
-_ONE = (bool, int, float, str)
-_PLAIN = (*_ONE, list, tuple, torch.Tensor)
+_PLAIN = (bool, int, float, str, list, tuple, torch.Tensor)
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, str]:
@@ -83,12 +82,14 @@ class Options:
         return "".join(f", {name} {it if isinstance(it, str) else _in_digits(it)}" for name, it in changed.items())
 
     def _of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        # What is on a device is not looked at in each step: the host would wait for it.
-        found = {name: group[name] for name in _COMPARED if isinstance(group.get(name), _PLAIN)}
-        return {
-            name: it if isinstance(it, _ONE) else "a tensor" if isinstance(it, torch.Tensor) else _in_digits(it)
-            for name, it in found.items()
-        }
+        return {name: _noted(group[name]) for name in _COMPARED if isinstance(group.get(name), _PLAIN)}
+
+
+def _noted(value: Any) -> Any:
+    # What is on a device is not looked at in each step: the host would wait for it.
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    return _in_digits(value) if isinstance(value, list | tuple) else value
 
 
 def _in_digits(value: Any) -> str:

@@ -17,7 +17,6 @@ from ds_parity.engine.internals.surface import GradScaler, ZeroOptimizer
 class Zero(Adapter):
     """`step()` divides gradients by the loss scale, before it takes their norm and clips them."""
 
-    _came_in = 0  # gradients, since the engine was built
     _came_before = 0  # of these, before the open window
     # Parameters, a bit each: of the backward that runs, of the last one, and of all of the window so far.
     _pass = _last = _used = 0
@@ -98,11 +97,6 @@ class Zero(Adapter):
         """Return how many gradients have come in, and what is there where they are kept until they are reduced."""
         if self.keeps_whole_gradients:
             return self._came_in, super().gradients_seen()
-        return self._came_in
-
-    @property
-    def gradients_in(self) -> int:
-        """How many gradients have come in since the engine was built."""
         return self._came_in
 
     @property

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_parity.engine.ranks.hostgroups import everybody, way_out
 from ds_parity.engine.ranks.hostsum import HostSum
-from ds_parity.engine.ranks.wire import Place
+from ds_parity.engine.ranks.wire import Place, some_of
 from ds_parity.errors import ConfigError, RankDesyncError
 from ds_parity.values import whole
 
@@ -24,7 +24,6 @@ _OWN_SECTIONS: Final = frozenset(
     | {"wall_clock_breakdown", "memory_breakdown", "aio"}
 )
 _OWN_KEYS: Final = ("path", "dir", "file", "trace")
-_SHOWN = 4
 # What is said where another rank is gone or silent, by gloo (transport/tcp/pair.cc, unbound_buffer.cc) ...
 _GONE: Final = (
     *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe"),
@@ -93,7 +92,7 @@ def all_or_none(asked: Asked) -> Iterator[None]:
         raise error
     raised_on = [f"rank {rank} raised {theirs}" for rank, theirs in gathered.items() if theirs is not None]
     if raised_on:
-        raise RankDesyncError(f"this rank stops because others did: {_some(raised_on)}. Mend what they say")
+        raise RankDesyncError(f"this rank stops because others did: {some_of(raised_on)}. Mend what they say")
 
 
 @contextmanager
@@ -140,8 +139,8 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
     if not keys:
         raise RankDesyncError("this rank stops because ranks of another group were given different configurations")
     raise RankDesyncError(
-        f"ranks differ in {_some([_differing(key, whole) for key in keys])}. All ranks need the same configuration and "
-        "the same model, and initialize their engines in the same order; look at what this rank was started with"
+        f"ranks differ in {some_of([_differing(key, whole) for key in keys])}. All ranks need the same configuration "
+        "and the same model, and initialize their engines in the same order; look at what this rank was started with"
         f"{_BY_CHANCE if any(key.startswith(_OF_PLACES) for key in keys) else ''}"
     )
 
@@ -238,7 +237,7 @@ def refuse_differing(where: str, gathered: Sequence[Mapping[str, Any]], rule: st
     by_rank = {rank: dict(one) for rank, one in enumerate(gathered)}
     differing = [_differing(name, by_rank) for name in by_rank[0] if len(set(_of(name, by_rank))) > 1]
     if differing:
-        raise RankDesyncError(f"{where}: ranks differ in {_some(differing)}. {rule}")
+        raise RankDesyncError(f"{where}: ranks differ in {some_of(differing)}. {rule}")
 
 
 @contextmanager
@@ -287,12 +286,7 @@ def _of(key: str, gathered: dict[int, dict[str, Any]]) -> list[Any]:
 
 def _differing(key: str, gathered: dict[int, dict[str, Any]]) -> str:
     ranks = [f"rank {rank} has {value}" for rank, value in zip(gathered, _of(key, gathered), strict=True)]
-    return f"{key} ({_some(ranks)})"
-
-
-def _some(texts: list[str]) -> str:
-    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return "; ".join(texts[:_SHOWN]) + more
+    return f"{key} ({some_of(ranks)})"
 
 
 def _is_own(path: str) -> bool:

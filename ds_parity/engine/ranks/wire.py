@@ -59,8 +59,13 @@ def differing_rates(rates: Mapping[int, Sequence[str]]) -> str:
     names = dict.fromkeys(name for named in by_rank.values() for name in named)
     told = [(name, {rank: named.get(name, AT_THE_START) for rank, named in by_rank.items()}) for name in names]
     apart = [f"{name} ({_of_each(values)})" for name, values in told if len({*values.values()}) > 1]
-    more = f"; and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else ""
-    return "; ".join(apart[:_SHOWN]) + more
+    return some_of(apart)
+
+
+def some_of(texts: Sequence[str]) -> str:
+    """Return the first of some texts in a row, and how many more there are."""
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more
 
 
 def _named(at: int, told: str) -> tuple[str, str]:
