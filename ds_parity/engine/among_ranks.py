@@ -113,7 +113,7 @@ class AmongRanks:
             if not used:
                 return here
             steps = self.ledger.total() > 0 and not self.ledger.drops
-            rates = self.options.in_digits() if steps else ()
+            rates = self.options.told() if steps else ()
             return replace(here, used=self.adapter.used_parameters(), rates=rates)
 
         return PlacedSum(self.over, place)

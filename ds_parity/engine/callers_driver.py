@@ -313,7 +313,7 @@ class CallersDriver(Driver):
     def _passes_over_ranks(self, doing: str, *, drop: bool = False) -> int:
         """Close the window with what all ranks have run in it, where one has; return the most that a rank ran."""
         self._open()  # a rank that has run none is waited for in the first window's exchange
-        place = replace(self._place(doing), rates=() if drop else self.options.in_digits())
+        place = replace(self._place(doing), rates=() if drop else self.options.told())
         if self._reduced or not self.adapter.silent_inside_windows:
             # Else the reduction is still to come, and brings zeros for what a rank has not used.
             place = replace(place, used=self.adapter.used_parameters())

@@ -74,7 +74,7 @@ class _Column:
         counts: of each micro-batch.
         runs: whether there is anything that it could run.
         stage: of the rank.
-        rates: what its coming step uses, as `Options.in_digits` says.
+        rates: what its coming step uses, as `Options.told` gives it.
         plans: numbers of the plans that it has begun in this window (`MicroBatch.plan_number`).
         ties: whether it trains each weight that its stage shares with others, by its name.
         norms: how many norms its step adds up over the stages (`norms_over_stages`).
@@ -86,7 +86,7 @@ class _Column:
     counts: tuple[Counts, ...]
     runs: bool
     stage: int = field(default=0, compare=False)
-    rates: tuple[str, ...] = field(default=(), compare=False)
+    rates: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     plans: tuple[int, ...] = field(default=(), compare=False)
     ties: Mapping[str, bool] = field(default_factory=dict, compare=False)
     norms: int = field(default=0, compare=False)
@@ -94,9 +94,9 @@ class _Column:
     experts_apart: bool = field(default=False, compare=False)
 
     @property
-    def clips(self) -> list[str]:
+    def clips(self) -> list[tuple[str, str]]:
         """What clips if it was changed: one gradient is clipped on all stages."""
-        return [one for one in self.rates if one.startswith(CLIPPING)]
+        return [(name, value) for name, value in self.rates if name == CLIPPING]
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -348,7 +348,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         for batch in batches:
             read.read(Read(batch), self._self_columns)
         plans = read.tell()
-        rates = self._self_options.in_digits()
+        rates = self._self_options.told()
         ties = shared_weights(self.module, chain.from_iterable(self._self_adapter.groups()))
         norms, frozen = norms_over_stages(self.__wrapped__), self._self_adapter.frozen_parameters()
         apart = self._self_adapter.experts_apart

@@ -225,11 +225,11 @@ CHANGES = {
     "loss scale": scale,
 }
 SAID = {
-    "weight_decay": "the learning rate of parameter group 0 (rank 0 has 0.1; rank 1 has 0.1, weight_decay 0.3)",
-    "maximize": "the learning rate of parameter group 0 (rank 0 has 0.1; rank 1 has 0.1, maximize True)",
-    "betas": "the learning rate of parameter group 0 (rank 0 has 0.1; rank 1 has 0.1, betas (0.1, 0.2))",
+    "weight_decay": "weight_decay of parameter group 0 (rank 0 has what it was at the start; rank 1 has 0.3)",
+    "maximize": "maximize of parameter group 0 (rank 0 has what it was at the start; rank 1 has True)",
+    "betas": "betas of parameter group 0 (rank 0 has what it was at the start; rank 1 has (0.1, 0.2))",
     "gradient_clipping": "gradient_clipping (rank 0 has what it was at the start; rank 1 has 0.05)",
-    "loss scale": "loss scale (rank 0 has 256; rank 1 has 16)",
+    "loss scale": "the loss scale (rank 0 has 256; rank 1 has 16)",
 }
 CELLS = [(stage, name) for stage in STAGES for name in CHANGES if stage or name != "loss scale"]
 CHANGED_OFTEN = [cell for cell in CELLS if cell[0] in OFTEN]

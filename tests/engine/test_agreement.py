@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from ds_parity.engine.ranks import agreement
-from ds_parity.engine.ranks.agreement import Asked, agree, in_short, is_of_lost_rank, naming_lost_ranks
+from ds_parity.engine.ranks.agreement import (
+    Asked,
+    agree,
+    in_short,
+    is_of_lost_rank,
+    naming_lost_ranks,
+    refuse_differing,
+)
 from ds_parity.errors import RankDesyncError, WindowError
 
 
@@ -45,6 +52,12 @@ def test_keys_that_differ_are_named_with_every_ranks_value(told, other, says):
 def test_of_many_keys_four_are_named_and_the_others_counted(told):
     with pytest.raises(RankDesyncError, match=r"0 \(.*; 3 \(.*; and 2 more"):
         agree(told({"z": 0}), {str(number): number for number in range(5)})
+
+
+def test_each_value_is_named_once_however_many_ranks_have_it():
+    gathered = [{"tag": "b" if rank == 900 else "a"} for rank in range(1000)]
+    with pytest.raises(RankDesyncError, match=r"ranks differ in tag \(rank 0 has a; rank 900 has b\)\. One"):
+        refuse_differing("save", gathered, "One for all")
 
 
 @pytest.mark.parametrize(

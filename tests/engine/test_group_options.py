@@ -8,6 +8,8 @@ import torch
 
 from ds_parity.engine.internals.group_options import Options, numbers_of
 
+RATE = ("the learning rate of parameter group 0", "0.1")
+
 
 def engine_of(optimizer, scale=None, clip=1.0):
     return SimpleNamespace(
@@ -36,19 +38,18 @@ def test_what_no_optimizer_reads_is_not_said():
 def test_only_what_has_changed_stands_beside_the_rate():
     optimizer = adam()
     options = Options(engine_of(optimizer))
-    assert options.in_digits() == ("0.1",)
+    assert options.told() == (RATE,)
     optimizer.param_groups[0] |= {"betas": (0.5, 0.6), "step": 7, "d": 1e-5}  # Prodigy measures d on each rank
-    assert options.in_digits() == ("0.1, betas (0.5, 0.6)",)
+    assert options.told() == (RATE, ("betas of parameter group 0", "(0.5, 0.6)"))
 
 
 def test_a_group_that_came_later_says_all_of_it():
     optimizer = adam()
     options = Options(engine_of(optimizer))
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.2})
-    first, second = options.in_digits()
-    assert first == "0.1"
-    assert second.startswith("0.2, ")
-    assert "betas (0.9, 0.999)" in second
+    first, second, *others = options.told()
+    assert (first, second) == (RATE, ("the learning rate of parameter group 1", "0.2"))
+    assert ("betas of parameter group 1", "(0.9, 0.999)") in others
 
 
 @pytest.mark.parametrize("value", [np.ones(2), object(), None, {"a": 1}])
@@ -56,7 +57,7 @@ def test_what_is_no_plain_number_is_left_alone(value):
     optimizer = adam()
     options = Options(engine_of(optimizer))
     optimizer.param_groups[0]["weight_decay"] = value
-    assert options.in_digits() == ("0.1",)
+    assert options.told() == (RATE,)
 
 
 def test_the_scale_of_fp16_and_another_clipping_stand_behind_the_rates():
@@ -64,13 +65,13 @@ def test_the_scale_of_fp16_and_another_clipping_stand_behind_the_rates():
     engine = engine_of(optimizer, scale=65536.0)
     engine.gradient_clipping = lambda: clip[0]
     options = Options(engine)
-    assert options.in_digits() == ("0.1", "loss scale 65536")
+    assert options.told() == (RATE, ("the loss scale", "65536"))
     clip[0] = 0.5
-    assert options.in_digits() == ("0.1", "loss scale 65536", "gradient_clipping 0.5")
+    assert options.told() == (RATE, ("the loss scale", "65536"), ("gradient_clipping", "0.5"))
 
 
 def test_a_number_that_became_a_tensor_is_told_without_reading_it():
     optimizer = adam()
     options = Options(engine_of(optimizer))
     optimizer.param_groups[0]["weight_decay"] = torch.ones(2)
-    assert options.in_digits() == ("0.1, weight_decay a tensor",)
+    assert options.told() == (RATE, ("weight_decay of parameter group 0", "a tensor"))

@@ -60,29 +60,37 @@ class Options:
         self._begun = [self._of(group) for group in engine.optimizer.param_groups]
         self._clips = self._clip()
 
-    def in_digits(self) -> tuple[str, ...]:
-        """Return the learning rate of each parameter group, and what else of it has changed since the engine was built.
+    def told(self) -> tuple[tuple[str, str], ...]:
+        """Return names and values, in digits because a NaN is not equal to another.
 
-        Behind them come the loss scale in fp16, and what clips if that has changed. A NaN is not equal to another.
+        They are the learning rate of each parameter group, what else of a group has changed since the engine was built,
+        the loss scale in fp16, and what clips if that has changed.
         """
-        pairs = zip(self._engine.get_lr(), self._engine.optimizer.param_groups, strict=True)
-        rates = [repr(float(rate)) + self._changed(at, group) for at, (rate, group) in enumerate(pairs)]
+        told = [
+            (f"the learning rate of {_group(at)}", repr(float(rate))) for at, rate in enumerate(self._engine.get_lr())
+        ]
+        for at, group in enumerate(self._engine.optimizer.param_groups):
+            told += [(f"{name} of {_group(at)}", value) for name, value in self._changed(at, group)]
         scale = self._engine.optimizer.loss_scale if self._engine.fp16_enabled() else None
-        rates += [f"loss scale {scale:g}"] if isinstance(scale, int | float) else []
-        rates += [f"{CLIPPING} {clip}" for clip in dict.fromkeys(self._clip()) if clip not in self._clips]
-        return tuple(rates)
+        told += [("the loss scale", f"{scale:g}")] if isinstance(scale, int | float) else []
+        clips = [clip for clip in dict.fromkeys(self._clip()) if clip not in self._clips]
+        return (*told, (CLIPPING, " and ".join(clips))) if clips else tuple(told)
 
     def _clip(self) -> list[str]:
         both = (self._engine.gradient_clipping(), getattr(self._engine.optimizer, "clip_grad", None))
         return [_in_digits(one) for one in both]
 
-    def _changed(self, at: int, group: Mapping[str, Any]) -> str:
+    def _changed(self, at: int, group: Mapping[str, Any]) -> list[tuple[str, str]]:
         begun = self._begun[at] if at < len(self._begun) else {}
-        changed = {name: value for name, value in self._of(group).items() if value != begun.get(name)}
-        return "".join(f", {name} {it if isinstance(it, str) else _in_digits(it)}" for name, it in changed.items())
+        changed = [(name, it) for name, it in self._of(group).items() if it != begun.get(name)]
+        return [(name, it if isinstance(it, str) else _in_digits(it)) for name, it in changed]
 
     def _of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {name: _noted(group[name]) for name in _COMPARED if isinstance(group.get(name), _PLAIN)}
+
+
+def _group(at: int) -> str:
+    return f"parameter group {at}"
 
 
 def _noted(value: Any) -> Any:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_parity.engine.ranks.hostgroups import everybody, way_out
 from ds_parity.engine.ranks.hostsum import HostSum
-from ds_parity.engine.ranks.wire import Place, some_of
+from ds_parity.engine.ranks.wire import Place, of_each, some_of
 from ds_parity.errors import ConfigError, RankDesyncError
 from ds_parity.values import whole
 
@@ -285,8 +285,7 @@ def _of(key: str, gathered: dict[int, dict[str, Any]]) -> list[Any]:
 
 
 def _differing(key: str, gathered: dict[int, dict[str, Any]]) -> str:
-    ranks = [f"rank {rank} has {value}" for rank, value in zip(gathered, _of(key, gathered), strict=True)]
-    return f"{key} ({some_of(ranks)})"
+    return f"{key} ({of_each(dict(zip(gathered, _of(key, gathered), strict=True)))})"
 
 
 def _is_own(path: str) -> bool:

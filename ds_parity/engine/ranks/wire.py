@@ -19,10 +19,10 @@ checksum of them: 32 bits, times 1 - n on the rank that sends and 1 on the other
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 from ds_parity.window import Counts, PassTotals, Window, WindowTotals
 
@@ -49,16 +49,16 @@ AT_THE_START: Final = "what it was at the start"
 _SHOWN: Final = 4
 
 
-def differing_rates(rates: Mapping[int, Sequence[str]]) -> str:
+def differing_rates(rates: Mapping[int, Iterable[tuple[str, str]]]) -> str:
     """Return in words where ranks differ in what a step would use.
 
     Args:
         rates: by rank, as `Place.rates`.
     """
-    by_rank = {rank: dict(map(_named, range(len(told)), told)) for rank, told in rates.items()}
+    by_rank = {rank: dict(told) for rank, told in rates.items()}
     names = dict.fromkeys(name for named in by_rank.values() for name in named)
     told = [(name, {rank: named.get(name, AT_THE_START) for rank, named in by_rank.items()}) for name in names]
-    apart = [f"{name} ({_of_each(values)})" for name, values in told if len({*values.values()}) > 1]
+    apart = [f"{name} ({of_each(values)})" for name, values in told if len({*values.values()}) > 1]
     return some_of(apart)
 
 
@@ -68,17 +68,12 @@ def some_of(texts: Sequence[str]) -> str:
     return "; ".join(texts[:_SHOWN]) + more
 
 
-def _named(at: int, told: str) -> tuple[str, str]:
-    # Behind the rates of the groups come a scale and what clips, with their names.
-    name, _, value = told.rpartition(" ")
-    return (name, value) if told[0].isalpha() and name else (f"the learning rate of parameter group {at}", told)
-
-
-def _of_each(values: Mapping[int, str]) -> str:
-    first: dict[str, int] = {}
+def of_each(values: Mapping[int, Any]) -> str:
+    """Return what ranks have, once for each value: at 1,000 ranks all but one may have the same."""
+    first: dict[Any, int] = {}
     for rank, value in values.items():
         first.setdefault(value, rank)
-    return "; ".join(f"rank {rank} has {value}" for value, rank in list(first.items())[:_SHOWN])
+    return some_of([f"rank {rank} has {value}" for value, rank in first.items()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +108,8 @@ class Place:
         engine: number of its engine, as the ranks have agreed on it (>= 1); 0 where there is no engine yet.
         error: what it has raised; empty where it goes on.
         used: 24 bits of the parameters that got gradients in the window; 0 where ranks need not agree on them.
-        rates: learning rates of the coming step, one for each parameter group, in digits (a NaN is not equal to
-            another), and what else of the group was changed; empty where there is no step.
+        rates: names and values of what the coming step uses, as `Options.told` gives them; empty where there is no
+            step.
     """
 
     kind: str
@@ -124,7 +119,7 @@ class Place:
     engine: int = 0
     error: str = ""
     used: int = 0
-    rates: tuple[str, ...] = ()
+    rates: tuple[tuple[str, str], ...] = ()
 
     def head(self, length: int) -> list[int]:
         """Return the numbers that a sum of `length` numbers begins with: the fingerprint and its square."""
