@@ -59,7 +59,7 @@ from ds_parity.engine.pipeline import (
     refuse_in_pipelines,
     refuse_stage_without_training,
 )
-from ds_parity.engine.ranks.agreement import Asked, agree, all_or_none, started_together, telling
+from ds_parity.engine.ranks.agreement import Asked, agree, all_or_none, started_together, telling, telling_others
 from ds_parity.engine.startup import refuse_local_rank, refuse_without_assertions
 from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
@@ -70,6 +70,7 @@ _BY_ARGUMENTS = ("deepspeed_config", "deepscale_config")
 _SAID: set[str] = set()
 
 Initialize: TypeAlias = Callable[..., tuple[Any, Any, Any, Any]]
+_SaidOf: TypeAlias = Callable[[Any], dict[str, str]]
 
 
 def initialize(
@@ -318,28 +319,30 @@ def _made_together(keywords: Mapping[str, Any], everybody: Asked) -> dict[str, A
         everybody: the ranks, which all call it inside.
     """
 
-    def together(function: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+    def together(members: Asked, function: Callable[..., Any], said_of: _SaidOf) -> Callable[..., Any]:
         @functools.wraps(function, updated=())
         def make(*args: Any, **kwargs: Any) -> Any:
-            with all_or_none(everybody):
-                made = function(*args, **kwargs)
-                check(made)
+            with telling_others(everybody, members):
+                with all_or_none(members):
+                    made = function(*args, **kwargs)
+                    said = said_of(made)
+                agree(members, said)
             return made
 
         return make
 
-    def optimizer_made(*args: Any, **kwargs: Any) -> Any:
-        made = together(keywords["optimizer"], refuse_without_rate)(*args, **kwargs)
-        agree(everybody, groups_in_words(keywords.get("model"), made, getattr(made, "param_groups", ())))
-        return made
+    def of_optimizer(made: Any) -> dict[str, str]:
+        refuse_without_rate(made)
+        return groups_in_words(keywords.get("model"), made, getattr(made, "param_groups", ()))
 
     optimizer, scheduler = keywords.get("optimizer"), keywords.get("lr_scheduler")
     own = callable(optimizer) and not hasattr(optimizer, "param_groups"), callable(scheduler)
-    # Ranks of other groups build engines of their own beside this one, and meet here only if they all give a function.
-    optimizers, schedulers = map(all, zip(*everybody.gather(own).values(), strict=True))
-    found: dict[str, Any] = {"optimizer": optimizer_made} if optimizers else {}
-    if schedulers:
-        found["lr_scheduler"] = together(keywords["lr_scheduler"], lambda _: None)
+    # Ranks of other groups build engines of their own beside this one, and may give no function.
+    given, found = everybody.gather(own), {}
+    if members := everybody.who_all({rank: gives for rank, (gives, _) in given.items()}):
+        found["optimizer"] = together(members, keywords["optimizer"], of_optimizer)
+    if members := everybody.who_all({rank: gives for rank, (_, gives) in given.items()}):
+        found["lr_scheduler"] = together(members, keywords["lr_scheduler"], lambda _: {})
     return found
 
 

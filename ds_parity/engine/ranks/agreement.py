@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ds_parity.engine.ranks.hostgroups import everybody, way_out
+from ds_parity.engine.ranks.hostgroups import everybody, group_among, way_out
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import Place, of_each, some_of
 from ds_parity.errors import ConfigError, RankDesyncError
@@ -47,17 +47,32 @@ class Asked:
 
     Attributes:
         group: process group in which all of them gather.
-        members: those whose answers count, by their number in the group.
+        members: those whose answers count.
     """
 
     group: Any
     members: frozenset[int]
 
     def gather(self, value: Any) -> dict[int, Any]:
-        """Return what every rank has sent, members or not."""
+        """Return what every rank of the group has sent, members or not, by its number in the job."""
         # The way out asks for the host's address, which may take a while: only where it is needed.
         with naming_lost_ranks(_SAYING, way_out=lambda: f" If all run, {way_out()}."):
-            return dict(enumerate(HostSum(self.group).gather(value, _STARTS)))
+            gathered = HostSum(self.group).gather(value, _STARTS)
+        return dict(zip(dist.get_process_group_ranks(self.group), gathered, strict=True))
+
+    def who_all(self, told: Mapping[int, bool]) -> Asked | None:
+        """Return this if all ranks have said yes, else its members alone if these have, else None.
+
+        All ranks of the job call, alike.
+
+        Args:
+            told: by rank, what all have said.
+        """
+        if all(told.values()):
+            return self
+        # Making a group is collective over the whole job.
+        own = Asked(group_among(self.members), self.members) if any(told.values()) else None
+        return own if all(told[rank] for rank in self.members) else None
 
 
 def started_together(mpu: Any) -> Asked:
@@ -93,6 +108,17 @@ def all_or_none(asked: Asked) -> Iterator[None]:
     raised_on = [f"rank {rank} raised {theirs}" for rank, theirs in gathered.items() if theirs is not None]
     if raised_on:
         raise RankDesyncError(f"this rank stops because others did: {some_of(raised_on)}. Mend what they say")
+
+
+@contextmanager
+def telling_others(everybody: Asked, members: Asked) -> Iterator[None]:
+    """Tell ranks that are, or come, in `all_or_none` of an error of members, who raise together or not at all."""
+    try:
+        yield
+    except Exception as error:
+        if members is not everybody:
+            everybody.gather(in_short(error))
+        raise
 
 
 @contextmanager

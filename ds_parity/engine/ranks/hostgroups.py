@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -42,7 +42,16 @@ def group_of(members_of: Any) -> Any:
     Raises:
         ConfigError: this host has no interface for it.
     """
-    own = tuple(sorted(dist.get_process_group_ranks(members_of)))
+    return group_among(dist.get_process_group_ranks(members_of))
+
+
+def group_among(ranks: Iterable[int]) -> Any:
+    """Return a gloo group over some ranks, this one among them, as `group_of` does; all ranks of the job call, alike.
+
+    Raises:
+        ConfigError: this host has no interface for it.
+    """
+    own = tuple(sorted(ranks))
     together = everybody()
     if len(own) == dist.get_world_size():
         return together
