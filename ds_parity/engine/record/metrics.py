@@ -79,7 +79,7 @@ class _Window:
         names: that the ranks had agreed on.
         new: names that they had not.
         uses: for each agreed name whether this rank has used it, where ranks look; else none.
-        squares: the square of the loss, in the windows in which losses of ranks are compared; else none.
+        compared: what `SameLosses` compares, in the windows in which it does; else nothing, (0,).
         rider: what is summed over ranks first.
     """
 
@@ -88,7 +88,7 @@ class _Window:
     names: tuple[str, ...]
     new: list[str]
     uses: list[int]
-    squares: list[torch.Tensor]
+    compared: torch.Tensor
     rider: Rider
 
 
@@ -127,7 +127,7 @@ class Meter:
         self._used: set[str] = set()  # by this rank, since names were looked at last
         self._settled = 0
         ranks = 1 if over_host is None else over_host.ranks
-        self._same = SameLosses(ranks, parted=ranks > peers, group=group)
+        self._same = SameLosses(ranks, parted=ranks > peers, group=group, device=device)
         self._has_warned = False
         self._ending: _Window | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -141,8 +141,11 @@ class Meter:
         # fp64 on the device: thousands of fp32 losses would lose digits, and reading each would wait for the device.
         # Multiplied and added apart: torch.add(alpha=) rounds once, so that a loss in fp64 would differ in its last bit
         # from that of a loop by hand.
+        own = loss.detach().reshape(()).to(torch.float64)
         with self._lock:
-            self._loss = self._loss + loss.detach().reshape(()).to(torch.float64) * units
+            self._loss = self._loss + own * units
+            if self._settled < LOOKED_AT and self._over_host is not None:
+                self._same.look(own)
 
     def record(self, name: Any, value: Any, weight: Any = None, *, idle: bool = False) -> None:
         """Add to a metric, from any thread; in an idle pass, whose values are a stand-in's, only look at the call.
@@ -201,6 +204,8 @@ class Meter:
         self._settled -= 1
         with self._lock:
             self._loss = self._loss + ending.loss
+            if len(ending.compared):
+                self._same.take_back(ending.compared)
             for name, (summed, units) in ending.samples.items():
                 self._add(name, summed, units)
 
@@ -235,26 +240,27 @@ class Meter:
     def _ended(self) -> _Window:
         with self._lock:
             loss, samples = self._taken()
-        self._settled += 1
+            self._settled += 1
+            compared = self._same.taken() if self._settled <= LOOKED_AT else torch.empty(0, device=self._device)
         self._used.update(samples)
         agreed, new, uses = self._agreed, self._new(samples), self._uses()
         own = self._own(loss)
-        squares = [own * own] if self._settled <= LOOKED_AT else []
         heads: list[Number] = [float(len(new)), *map(float, uses)]
         if self._on_device:
             # The flag goes over the host: read from the device it would make the host wait for the whole step.
             numbers = torch.tensor(heads, dtype=torch.float64, device="cpu")
         else:
             # The loss, the count of new names and the known metrics travel together: one sum in nearly every step.
-            numbers = self._vector([*heads, *squares, own], agreed, samples)
-        return _Window(loss, samples, agreed, new, uses, squares, Rider(numbers))
+            numbers = self._vector([*heads, *compared, own], agreed, samples)
+        return _Window(loss, samples, agreed, new, uses, compared, Rider(numbers))
 
     def _settled_on_host(self, over: PlacedSum, window: _Window, summed: torch.Tensor) -> Sums:
         heads = 1 + len(window.uses)
         added_anywhere, *used = summed[:heads].tolist()
-        if window.squares:
-            self._same.note(summed[heads + 1], summed[heads])
-        sums = [summed[heads + len(window.squares) :]]
+        behind = heads + len(window.compared)
+        if behind > heads:
+            self._same.note(summed[heads:behind])
+        sums = [summed[behind:]]
         if added_anywhere:
             added = self._agree(over, window.new)
             sums.append(over.start(self._vector([], added, window.samples)).wait())
@@ -266,11 +272,11 @@ class Meter:
         added_anywhere, *used = summed.tolist()
         if added_anywhere:
             self._agree(over, window.new)
-        vector = self._vector([*window.squares, self._own(window.loss)], self._agreed, window.samples)
+        vector = self._vector([*window.compared, self._own(window.loss)], self._agreed, window.samples)
         dist.all_reduce(vector, group=self._group)
-        if window.squares:
-            self._same.note(vector[1], vector[0])
-            vector = vector[1:]
+        if compared := len(window.compared):
+            self._same.note(vector[:compared])
+            vector = vector[compared:]
         settled = Sums(self._agreed, vector)
         self._forget(window.names, used)
         return settled

@@ -1,8 +1,9 @@
-"""Ranks that have the same loss in window after window: they train on the same data, and no error shows it."""
+"""Ranks that have the same losses in window after window: they train on the same data, and no error shows it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -12,49 +13,72 @@ _LOG = logging.getLogger("ds_parity")
 
 LOOKED_AT: Final = 8
 """So many windows are looked at, the first ones of a run: one or two may begin with a loss that is known (log 2)."""
-_ALIKE: Final = 1e-12  # of the square of the sum, whose rounding is 2e-16 times the number of ranks
+_DIGESTS: Final = 2**18 - 5  # a prime: sums of their squares are exact in float64 on 2**17 ranks
 
 
 class SameLosses:
     """Looks at the losses of the first windows, and warns once.
 
-    Equal numbers are those whose squares add up to the square of their sum, over the ranks.
+    Digests of the bits are compared, as places are (`wire.Place`): losses of other data may be equal in six digits.
 
     Args:
         ranks: that sum (>= 1).
         parted: whether they are to have other data; else they have the same loss by right.
         group: these ranks, of which the first one warns; a job may have others.
+        device: where losses are.
     """
 
-    def __init__(self, ranks: int, *, parted: bool, group: Any) -> None:
-        self._ranks, self._parted, self._group = ranks, parted, group
+    def __init__(self, ranks: int, *, parted: bool, group: Any, device: torch.device) -> None:
+        self._ranks, self._parted, self._group, self._told = ranks, parted, group, False
+        self._zero = torch.zeros((), dtype=torch.int64, device=device)
+        self._digest = self._moves = self._zero
+        self._first: torch.Tensor | None = None
         self._seen: list[torch.Tensor] = []
 
     def begin(self) -> None:
         """Look at the next windows anew."""
+        self._digest, self._first, self._moves = self._zero, None, self._zero
         self._seen.clear()
 
-    def note(self, loss: torch.Tensor, square: torch.Tensor) -> None:
+    def look(self, loss: torch.Tensor) -> None:
+        """Look at a loss of the open window, without waiting for the device.
+
+        Args:
+            loss: scalar float64, before it is weighed: what ranks weigh may differ.
+        """
+        self._digest = (self._digest + loss.view(torch.int64) % _DIGESTS) % _DIGESTS
+        # A loss that is one number for ever is that for any data.
+        self._first = loss if self._first is None else self._first
+        self._moves = self._moves | ((loss != self._first) & loss.isfinite())
+
+    def taken(self) -> torch.Tensor:
+        """Return this rank's numbers of the window for a sum over ranks, (3,) float64, and begin the next."""
+        digest, self._digest = self._digest, self._zero
+        return torch.stack([digest, digest * digest, self._moves]).to(torch.float64)
+
+    def take_back(self, taken: torch.Tensor) -> None:
+        """Go on with a window that `taken` has ended."""
+        self._digest = (self._digest + taken[0].to(torch.int64)) % _DIGESTS
+
+    def note(self, summed: torch.Tensor) -> None:
         """Note a window; the last one is waited for.
 
         Args:
-            loss: the sum of what each rank has, scalar float64.
-            square: the sum of the squares.
+            summed: over the ranks, what `taken` returned on each of them.
         """
-        self._seen.append(torch.stack([loss, square]))
+        self._seen.append(summed)
         if len(self._seen) < LOOKED_AT:
             return
-        seen: list[list[float]] = torch.stack(self._seen).tolist()
+        seen: Sequence[Sequence[float]] = torch.stack(self._seen).tolist()
         self._seen.clear()
-        alike = all(
-            total and abs(self._ranks * of_squares - total**2) <= _ALIKE * total**2 for total, of_squares in seen
-        )
-        # A loss that is one number for ever is that for any data.
-        moves = len({total for total, _ in seen}) > 1
-        if self._parted and alike and moves and dist.get_rank(self._group) == 0:
+        # By Cauchy-Schwarz that is so only where all are equal; in whole numbers it is exact.
+        alike = all(self._ranks * int(squares) == int(digests) ** 2 for digests, squares, _ in seen)
+        if self._parted and alike and seen[-1][-1] and not self._told and dist.get_rank(self._group) == 0:
+            self._told = True
             _LOG.warning(
-                "all ranks have had the same loss in each of %d windows: they seem to train on the same data, so that "
-                "each rollout is counted once for every rank. Give each rank data of its own (a DistributedSampler, "
-                "rollouts[rank::ranks], or plan(), which hands each rank its part). This is said once",
+                "all ranks have had the same loss in each of %d windows. Either they train on the same data, so that "
+                "each rollout is counted once for every rank: give each rank data of its own (a DistributedSampler, "
+                "rollouts[rank::ranks], or plan(), which hands each rank its part). Or the loss is computed of what "
+                "all ranks have gathered, and nothing is wrong. This is said once",
                 LOOKED_AT,
             )
