@@ -219,12 +219,19 @@ def scale(engine):
     engine.optimizer.override_loss_scale(16)
 
 
+def another_parameter(engine):
+    # ZeRO 1 to 3 step what they have made of the parameters.
+    engine.optimizer.param_groups[0]["params"].pop()
+
+
 CHANGES = {
     "weight_decay": lambda engine: in_groups_of(engine, weight_decay=0.3),
     "maximize": lambda engine: in_groups_of(engine, maximize=True),
     "betas": lambda engine: in_groups_of(engine, betas=(0.1, 0.2)),
     "gradient_clipping": clip,
     "loss scale": scale,
+    "parameters": another_parameter,
+    "a number of numpy": lambda engine: in_groups_of(engine, weight_decay=np.float32(0.5)),
 }
 SAID = {
     "weight_decay": "weight_decay of parameter group 0 (rank 0 has what it was at the start; rank 1 has 0.3)",
@@ -232,8 +239,13 @@ SAID = {
     "betas": "betas of parameter group 0 (rank 0 has what it was at the start; rank 1 has (0.1, 0.2))",
     "gradient_clipping": "gradient_clipping (rank 0 has what it was at the start; rank 1 has 0.05)",
     "loss scale": "the loss scale (rank 0 has 256; rank 1 has 16)",
+    "parameters": "the parameters of parameter group 0 (rank 0 has what it was at the start; rank 1 has 3, "
+    "the first of which is one.weight (names 20979c5e))",
+    "a number of numpy": "weight_decay of parameter group 0 (rank 0 has what it was at the start; rank 1 has 0.5)",
 }
-CELLS = [(stage, name) for stage in STAGES for name in CHANGES if stage or name != "loss scale"]
+# fp16 is run from ZeRO 1 on, and only ZeRO 0 steps the model's own parameters.
+NEEDS = {"loss scale": (1, 2, 3), "parameters": (0,)}
+CELLS = [(stage, name) for stage in STAGES for name in CHANGES if stage in NEEDS.get(name, STAGES)]
 CHANGED_OFTEN = [cell for cell in CELLS if cell[0] in OFTEN]
 CHANGED_SELDOM = [cell for cell in CELLS if cell[0] in SELDOM]
 

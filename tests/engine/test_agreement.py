@@ -54,6 +54,14 @@ def test_of_many_keys_four_are_named_and_the_others_counted(told):
         agree(told({"z": 0}), {str(number): number for number in range(5)})
 
 
+@pytest.mark.parametrize(("also", "told_so"), [({}, True), ({"parameter b": "torch.float32 (1,)"}, False)])
+def test_chance_is_named_only_where_models_are_the_same(told, also, told_so):
+    places = {"the place of a in the model": "0", "parameter group 0: lr": "1"}
+    with pytest.raises(RankDesyncError) as caught:
+        agree(told({"the place of a in the model": 1, "parameter group 0: lr": 2, **also}), places)
+    assert ("the order of a set is by chance" in str(caught.value)) == told_so
+
+
 def test_each_value_is_named_once_however_many_ranks_have_it():
     gathered = [{"tag": "b" if rank == 900 else "a"} for rank in range(1000)]
     with pytest.raises(RankDesyncError, match=r"ranks differ in tag \(rank 0 has a; rank 900 has b\)\. One"):

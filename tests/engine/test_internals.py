@@ -107,6 +107,7 @@ OTHERS = {
     *("Adagrad", "any", "cat", "defaults", "equal", "no_grad", "signature", "type", "uint8"),
     *("__delattr__", "__setattr__", "dense_gradients", "differ", "forget", "note"),
     *("_adapter", "_known", "clears_all"),  # newcomers of an engine
+    *("changed", "holds_the_same", "prod"),  # of what a group said
     *("after_backward", "gradients_in"),  # of a loop that trains nothing
     *("generic", "ndarray", "register_forward_pre_hook"),  # of numpy, and of a module
     *("VAR_KEYWORD", "VAR_POSITIONAL", "bind", "default", "empty", "kind"),  # of a signature

@@ -1,39 +1,33 @@
-"""What the groups of an optimizer say beside their parameters: rates, decays, betas. Ranks compare them."""
+"""What the groups of an optimizer say and hold: rates, decays, betas, parameters. Ranks compare them."""
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
+from deepspeed.moe.utils import is_moe_param
 
 from ds_parity.engine.internals.surface import Engine
 
 CLIPPING: Final = "gradient_clipping"
-# What loops and schedulers give. Some optimizers keep there what they measure, of this rank's part (Prodigy's `d`).
+# What loops and schedulers give, to torch's optimizers, DeepSpeed's, and others. Some optimizers keep there what they
+# measure, of this rank's part (Prodigy's `d`).
 _KNOWN = frozenset(
     [
-        "alpha",
-        "amsgrad",
-        "beta1",
-        "beta2",
-        "betas",
-        "bias_correction",
-        "centered",
-        "dampening",
-        "eps",
-        "lr",
-        "lr_decay",
-        "maximize",
-        "momentum",
-        "nesterov",
-        "rho",
-        "weight_decay",
+        *("alpha", "amsgrad", "beta1", "beta2", "beta2_decay", "betas", "bias_correction", "cautious", "centered"),
+        *("clip_threshold", "d_coef", "dampening", "decay_rate", "decouple", "decoupled_weight_decay", "eps"),
+        *("eps_inside_sqrt", "etas", "growth_rate", "initial_accumulator_value", "lambd", "lr", "lr_decay"),
+        *("max_coeff", "max_grad_norm", "maximize", "min_coeff", "momentum", "momentum_decay", "nesterov"),
+        *("ns_coefficients", "ns_steps", "r", "rho", "step_sizes", "t0", "warmup_steps", "weight_decay"),
+        "weight_lr_power",
     ]
 )
 _COMPARED = sorted(_KNOWN - {"lr"})  # beside the rates, which `engine.get_lr()` gives
-_PLAIN = (bool, int, float, str, list, tuple, torch.Tensor)
+_MOST = 64  # numbers of one option
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, str]:
@@ -47,7 +41,7 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Options:
-    """The numbers that a step would use, as ranks compare them before it.
+    """The numbers that a step would use, and the parameters that it would step, as ranks compare them before it.
 
     All ranks begin with the same ones, which `ds_parity.initialize` has compared.
 
@@ -57,7 +51,7 @@ class Options:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._begun = [self._of(group) for group in engine.optimizer.param_groups]
+        self._begun = [_Said(group) for group in engine.optimizer.param_groups]
         self._clips = self._clip()
 
     def told(self) -> tuple[tuple[str, str], ...]:
@@ -70,7 +64,11 @@ class Options:
             (f"the learning rate of {_group(at)}", repr(float(rate))) for at, rate in enumerate(self._engine.get_lr())
         ]
         for at, group in enumerate(self._engine.optimizer.param_groups):
-            told += [(f"{name} of {_group(at)}", value) for name, value in self._changed(at, group)]
+            begun = self._begun[at] if at < len(self._begun) else None
+            changed = _Said(group).all() if begun is None else begun.changed(group)
+            told += [(f"{name} of {_group(at)}", value) for name, value in changed]
+            if begun is None or not begun.holds_the_same(group):
+                told.append((f"the parameters of {_group(at)}", self._names(group)))
         scale = self._engine.optimizer.loss_scale if self._engine.fp16_enabled() else None
         told += [("the loss scale", f"{scale:g}")] if isinstance(scale, int | float) else []
         clips = [clip for clip in dict.fromkeys(self._clip()) if clip not in self._clips]
@@ -80,31 +78,72 @@ class Options:
         both = (self._engine.gradient_clipping(), getattr(self._engine.optimizer, "clip_grad", None))
         return [_in_digits(one) for one in both]
 
-    def _changed(self, at: int, group: Mapping[str, Any]) -> list[tuple[str, str]]:
-        begun = self._begun[at] if at < len(self._begun) else {}
-        changed = [(name, it) for name, it in self._of(group).items() if it != begun.get(name)]
-        return [(name, it if isinstance(it, str) else _in_digits(it)) for name, it in changed]
+    def _names(self, group: Mapping[str, Any]) -> str:
+        """Return how many parameters a group has, the first one, and a checksum of their names, in their order."""
+        # ZeRO steps what it has made of the model's parameters, and each rank has experts of its own.
+        named = self._engine.module.named_parameters()
+        names = {id(one): name for name, one in named if not is_moe_param(one)}
+        own = [names.get(id(one), "") for one in group["params"]]
+        first = next(filter(None, own), "none of the model")
+        return f"{len(own)}, the first of which is {first} (names {zlib.crc32(repr(own).encode()):08x})"
 
-    def _of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: _noted(group[name]) for name in _COMPARED if isinstance(group.get(name), _PLAIN)}
+
+class _Said:
+    """What a group said when the engine was built.
+
+    Args:
+        group: of the optimizer.
+    """
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._values = {name: group.get(name) for name in _COMPARED if name in group}
+        self._digits = {name: _noted(value) for name, value in self._values.items()}
+        self._keys, self._held = len(group), _held(group)
+
+    def all(self) -> list[tuple[str, str]]:
+        """Return names and values."""
+        return [(name, said) for name, said in self._digits.items() if said]
+
+    def changed(self, group: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return names and values of what is another one now."""
+        names = self._values if len(group) == self._keys else [name for name in _COMPARED if name in group]
+        changed = []
+        for name in names:
+            value = group.get(name)
+            # Numbers and tuples can't change by themselves; most of them are not read again.
+            if value is self._values.get(name) and not isinstance(value, torch.Tensor | np.ndarray | list):
+                continue
+            if (said := _noted(value)) != self._digits.get(name, ""):
+                changed.append((name, said or "what is no number"))
+        return changed
+
+    def holds_the_same(self, group: Mapping[str, Any]) -> bool:
+        """Return whether a group holds the parameters that it held, in their order."""
+        return _held(group) == self._held
+
+
+def _held(group: Mapping[str, Any]) -> int:
+    return hash(tuple(map(id, group["params"])))
 
 
 def _group(at: int) -> str:
     return f"parameter group {at}"
 
 
-def _noted(value: Any) -> Any:
-    # What is on a device is not looked at in each step: the host would wait for it.
-    if isinstance(value, torch.Tensor):
-        return "a tensor"
-    return _in_digits(value) if isinstance(value, list | tuple) else value
+def _noted(value: Any) -> str:
+    # What is on a device is not read in each step: the host would wait for it. How often it was written is known.
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return "a tensor" if value.is_inference() else f"a tensor that was written {value._version} times"
+    return _in_digits(value)
 
 
 def _in_digits(value: Any) -> str:
     if isinstance(value, torch.Tensor | np.generic | np.ndarray):
+        if math.prod(value.shape) > _MOST:
+            return ""
         value = value.tolist()
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_in_digits, value))})"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"{float(value):.7g}"  # those of fp32: a tensor's are the same number
-    return repr(value) if isinstance(value, bool | str) else ""
+    return repr(value) if value is None or isinstance(value, bool | str) else ""

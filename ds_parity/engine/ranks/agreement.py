@@ -167,16 +167,24 @@ def agree(asked: Asked, config: Mapping[str, Any], model: Any = None) -> int:
     raise RankDesyncError(
         f"ranks differ in {some_of([_differing(key, whole) for key in keys])}. All ranks need the same configuration "
         "and the same model, and initialize their engines in the same order; look at what this rank was started with"
-        f"{_BY_CHANCE if any(key.startswith(_OF_PLACES) for key in keys) else ''}"
+        f"{_BY_CHANCE if _only_places(keys) else ''}"
     )
 
 
 _OF_PLACES: Final = ("the place of ", "experts of ")
+_OF_MODEL: Final = "parameter "
+_OF_GROUP: Final = "parameter group "
 _BY_CHANCE: Final = (
     ". The parameters of an optimizer must have one order on all ranks: make its groups of lists, because the order of "
     "a set is by chance (so is that of split_params_into_different_moe_groups_for_optimizer with experts of several "
     "ep_size, unless all ranks are started with PYTHONHASHSEED=0)"
 )
+
+
+def _only_places(keys: Sequence[str]) -> bool:
+    """Whether ranks have the same parameters, in other places: where their models differ, places do for that."""
+    of_model = [key for key in keys if key.startswith(_OF_MODEL) and not key.startswith(_OF_GROUP)]
+    return not of_model and any(key.startswith(_OF_PLACES) for key in keys)
 
 
 def _stage(config: Mapping[str, Any]) -> int:
@@ -217,7 +225,7 @@ def _trained(model: Any) -> dict[str, str]:
     Also of frozen ones: DeepSpeed sends the first rank's bytes to the others, of whatever type they are there.
     """
     parameters = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
-    return {f"parameter {name}": _described(one) for name, one in parameters if _is_shared(one)}
+    return {f"{_OF_MODEL}{name}": _described(one) for name, one in parameters if _is_shared(one)}
 
 
 def _is_shared(parameter: torch.nn.Parameter) -> bool:
