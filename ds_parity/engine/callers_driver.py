@@ -13,10 +13,10 @@ from ds_parity.config.features import COALESCED
 from ds_parity.engine.division import Loss
 from ds_parity.engine.driver import CallersBoundary, Driver
 from ds_parity.engine.internals.installed import refused_by_call
-from ds_parity.engine.pass_state import PARTLY_THERE
+from ds_parity.engine.pass_state import ENDED_APART, PARTLY_THERE
 from ds_parity.engine.preconditions import refuse_ending_here, refuse_idle, refuse_schedule, refuse_strays
 from ds_parity.engine.ranks.wire import SAVED, SAVES, Place
-from ds_parity.errors import CheckpointError, ConfigError, WindowError
+from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
 from ds_parity.window import Counts, PassTotals, WindowTotals
 
 OPENS, ENDS, FINISHES = "opens its first window", "ends a window", "finishes"
@@ -318,7 +318,11 @@ class CallersDriver(Driver):
             # Else the reduction is still to come, and brings zeros for what a rank has not used.
             place = replace(place, used=self.adapter.used_parameters())
         # One sum for counts, loss and metrics.
-        totals = self.exchange.whole_window(place, self.ledger.window, self.given.gives, self.meter.rider())
+        try:
+            totals = self.exchange.whole_window(place, self.ledger.window, self.given.gives, self.meter.rider())
+        except RankDesyncError:
+            self.state.lost = ENDED_APART
+            raise
         if totals.passes:
             if drop:
                 self.ledger.drop()

@@ -72,3 +72,24 @@ def test_ranks_that_part_in_a_callers_window_are_told_so(forks, stage, case):
         kinds = {one.partition(":")[0] for one in said}
         assert "RankDesyncError" in kinds, said
         assert kinds <= {"RankDesyncError", "WindowError", "CheckpointError"}, said
+
+
+CAUGHT = ("finish in place of a step", "a count that is refused", "a checkpoint in place of a step")
+
+
+def caught(rank, stage, case):
+    """What each rank is told in the next window, where its loop catches every error and goes on."""
+    engine = build(stage)
+    run(engine, 2)
+    said = [refusal(lambda: CALLS[case][rank](engine))]
+    return said + [refusal(lambda: run(engine, 2)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", CAUGHT)
+def test_no_rank_goes_on_behind_a_window_that_has_parted(forks, stage, case):
+    """One rank's next window would be another one's last: each would step on micro-batches of two windows."""
+    outcomes = forks.run(caught, 2, 90, stage=stage, case=case)
+    assert [one.how for one in outcomes] == ["returned"] * 2, outcomes
+    for one in outcomes:
+        assert "nothing was raised" not in one.value[1:], outcomes
