@@ -59,7 +59,7 @@ from ds_parity.engine.pipeline import (
     refuse_in_pipelines,
     refuse_stage_without_training,
 )
-from ds_parity.engine.ranks.agreement import Asked, agree, all_or_none, started_together, telling, telling_others
+from ds_parity.engine.ranks.agreement import Asked, agree, all_or_none, naming_lost_ranks, started_together, telling
 from ds_parity.engine.startup import refuse_local_rank, refuse_without_assertions
 from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
@@ -237,6 +237,7 @@ def honoured(
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     with (
+        naming_lost_ranks("initialize(), where DeepSpeed builds the engine"),
         saying_what_is_waited_for(),
         building(),
         any_shape_is_sent(),
@@ -322,11 +323,10 @@ def _made_together(keywords: Mapping[str, Any], everybody: Asked) -> dict[str, A
     def together(members: Asked, function: Callable[..., Any], said_of: _SaidOf) -> Callable[..., Any]:
         @functools.wraps(function, updated=())
         def make(*args: Any, **kwargs: Any) -> Any:
-            with telling_others(everybody, members):
-                with all_or_none(members):
-                    made = function(*args, **kwargs)
-                    said = said_of(made)
-                agree(members, said)
+            with all_or_none(members):
+                made = function(*args, **kwargs)
+                said = said_of(made)
+            agree(members, said)
             return made
 
         return make
@@ -337,7 +337,8 @@ def _made_together(keywords: Mapping[str, Any], everybody: Asked) -> dict[str, A
 
     optimizer, scheduler = keywords.get("optimizer"), keywords.get("lr_scheduler")
     own = callable(optimizer) and not hasattr(optimizer, "param_groups"), callable(scheduler)
-    # Ranks of other groups build engines of their own beside this one, and may give no function.
+    # Ranks of other groups build engines of their own beside this one, and may give no function: they can't be told of
+    # an error, because they may wait for all ranks inside DeepSpeed (ZeRO 3, stages), and hear of it when these end.
     given, found = everybody.gather(own), {}
     if members := everybody.who_all({rank: gives for rank, (gives, _) in given.items()}):
         found["optimizer"] = together(members, keywords["optimizer"], of_optimizer)

@@ -1,7 +1,5 @@
 """ZeRO adds gradients up by the places of their parameters: where ranks have other orders, no engine is built."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ import ds_parity
 from ds_parity.engine.internals.replaced import wrapped
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import at_length_on_two_ranks, on_four_ranks, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
 from tests.distributed.test_model_parts import Part, with_mpu
 from tests.distributed.test_pipelines import alone_in_the_process
 
@@ -409,46 +407,6 @@ def beside_another(folder):
 
 def test_a_function_of_one_group_of_ranks_waits_for_no_other(two_ranks):
     assert two_ranks.of(beside_another) == ["nothing was raised"] * 2
-
-
-@on_four_ranks
-def two_groups(folder):
-    """Two groups of two ranks, one of which gives a function for its optimizer, with another order on one of them."""
-    said = {}
-    for way in (*FUNCTIONS[:2], "raising"):
-        with with_mpu() as mpu:
-            model, own = Net(("one", "two")), mpu.get_model_parallel_rank()
-            apart = dist.get_rank() == 2
-            given = partial(function_of, way, model, apart) if own == 0 else within(model, apart=False)
-            made = config(1, passes=2)
-            del made["scheduler"], made["optimizer"]
-            said[way] = refusal(lambda: ds_parity.initialize(model=model, optimizer=given, config=made, mpu=mpu))  # noqa: B023
-    return from_all(said)
-
-
-def function_of(way, model, apart, _):
-    if way == "raising":
-        if apart:
-            raise ds_parity.WindowError("no optimizer today")
-        return within(model, apart=False)
-    return WAYS[way](model, apart)
-
-
-@pytest.mark.parametrize(
-    ("way", "said"),
-    [
-        ("within a group", "RankDesyncError: ranks differ in the place of "),
-        ("of groups", "RankDesyncError: ranks differ in the place of "),
-        ("raising", "RankDesyncError: this rank stops because others did: rank 2 raised WindowError"),
-    ],
-)
-def test_a_function_of_one_group_is_compared_within_it(four_ranks, way, said):
-    """The ranks of the other group are told."""
-    of_ranks = [one[way] for one in four_ranks.of(two_groups)]
-    assert of_ranks[0].startswith(said), of_ranks[0]
-    assert of_ranks[2].startswith("WindowError" if way == "raising" else said)
-    for other in of_ranks[1::2]:
-        assert other.startswith("RankDesyncError: this rank stops because others did: rank 0 raised RankDesyncError")
 
 
 def raising_behind_one(optimizer):

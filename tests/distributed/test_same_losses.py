@@ -63,11 +63,18 @@ def nearly(engine, number):
     return drawn(engine, number) * (1 + 1e-7 * dist.get_rank())
 
 
+def a_constant_behind_no_number(engine, number):
+    return a_constant(engine, number) if number > 1 else no_number(engine, number)
+
+
 def no_number(engine, number):
     return drawn(engine, number) * float("nan")
 
 
-LOOPS = {loop.__name__: loop for loop in (alike, apart, apart_once, a_constant, nothing, nearly, no_number)}
+LOOPS = {
+    loop.__name__: loop
+    for loop in (alike, apart, apart_once, a_constant, nothing, nearly, no_number, a_constant_behind_no_number)
+}
 
 
 @on_two_ranks

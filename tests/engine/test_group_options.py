@@ -94,6 +94,25 @@ def test_the_same_number_in_another_type_has_not_changed(value):
 
 
 @pytest.mark.parametrize("value", [torch.tensor(0.5), np.array([0.5]), [0.5]])
+def test_what_changes_inside_a_tuple_is_seen(value):
+    optimizer = adam()
+    optimizer.param_groups[0]["betas"] = (0.5, value)
+    options = Options(engine_of(optimizer))
+    assert options.told() == (RATE,)
+    value[0 if isinstance(value, list) else ...] = 0.25
+    assert options.told()[1][1] in ("(0.5, 0.25)", "(0.5, (0.25))")
+
+
+def test_an_option_that_comes_for_another_key_is_told():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.param_groups[0]["phase"] = 1
+    options = Options(engine_of(optimizer))
+    del optimizer.param_groups[0]["phase"]
+    optimizer.param_groups[0]["momentum_decay"] = 0.5
+    assert options.told() == (RATE, ("momentum_decay of parameter group 0", "0.5"))
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), np.array([0.5]), [0.5]])
 def test_what_changes_in_place_is_seen(value):
     optimizer = adam()
     optimizer.param_groups[0]["weight_decay"] = value

@@ -98,7 +98,8 @@ class _Said:
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._values = {name: group.get(name) for name in _COMPARED if name in group}
         self._digits = {name: _noted(value) for name, value in self._values.items()}
-        self._keys, self._held = len(group), _held(group)
+        self._fixed = {name for name, value in self._values.items() if _is_fixed(value)}
+        self._keys, self._held = tuple(group), _held(group)
 
     def all(self) -> list[tuple[str, str]]:
         """Return names and values."""
@@ -106,12 +107,11 @@ class _Said:
 
     def changed(self, group: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Return names and values of what is another one now."""
-        names = self._values if len(group) == self._keys else [name for name in _COMPARED if name in group]
+        names = self._values if tuple(group) == self._keys else [name for name in _COMPARED if name in group]
         changed = []
         for name in names:
             value = group.get(name)
-            # Numbers and tuples can't change by themselves; most of them are not read again.
-            if value is self._values.get(name) and not isinstance(value, torch.Tensor | np.ndarray | list):
+            if name in self._fixed and value is self._values[name]:
                 continue
             if (said := _noted(value)) != self._digits.get(name, ""):
                 changed.append((name, said or "what is no number"))
@@ -120,6 +120,13 @@ class _Said:
     def holds_the_same(self, group: Mapping[str, Any]) -> bool:
         """Return whether a group holds the parameters that it held, in their order."""
         return _held(group) == self._held
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value can't change by itself, and need not be read again."""
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _held(group: Mapping[str, Any]) -> int:

@@ -111,17 +111,6 @@ def all_or_none(asked: Asked) -> Iterator[None]:
 
 
 @contextmanager
-def telling_others(everybody: Asked, members: Asked) -> Iterator[None]:
-    """Tell ranks that are, or come, in `all_or_none` of an error of members, who raise together or not at all."""
-    try:
-        yield
-    except Exception as error:
-        if members is not everybody:
-            everybody.gather(in_short(error))
-        raise
-
-
-@contextmanager
 def telling(mpu: Any) -> Iterator[None]:
     """Tell ranks that are, or come, in `all_or_none` of a ConfigError, where there is a process group to tell it in."""
     try:

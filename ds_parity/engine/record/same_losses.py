@@ -48,7 +48,7 @@ class SameLosses:
         """
         self._digest = (self._digest + loss.view(torch.int64) % _DIGESTS) % _DIGESTS
         # A loss that is one number for ever is that for any data.
-        self._first = loss if self._first is None else self._first
+        self._first = loss if self._first is None else torch.where(self._first.isfinite(), self._first, loss)
         self._moves = self._moves | ((loss != self._first) & loss.isfinite())
 
     def taken(self) -> torch.Tensor:
