@@ -29,6 +29,7 @@ from ds_parity.engine.ranks.wire import (
     FOUND_NONE,
     LOADED,
     LOADS,
+    RESUMES,
     RUNS,
     SAVED,
     SAVES,
@@ -179,14 +180,18 @@ class AmongRanks:
         return self._told_by_all(value, self._anywhere(LOADS))
 
     @contextmanager
-    def telling_of_load(self) -> Iterator[None]:
-        """Tell the other ranks what a load raises: a file that is broken or missing may be one rank's alone."""
+    def telling_of_load(self, doing: str = LOADED) -> Iterator[None]:
+        """Tell the other ranks what a load raises: a file that is broken or missing may be one rank's alone.
+
+        Args:
+            doing: what they come for.
+        """
         try:
             yield
         except RankDesyncError:
             raise
         except Exception as error:
-            self.exchange.refuse(self._anywhere(LOADED), error)
+            self.exchange.refuse(self._anywhere(doing), error)
             raise
 
     def say_loaded(self, value: Any, *, found: bool) -> list[Any]:
@@ -200,6 +205,14 @@ class AmongRanks:
             RankDesyncError: another rank has raised in its load, or has found another thing.
         """
         return self._told_by_all(value, self._anywhere(LOADED if found else FOUND_NONE))
+
+    def say_resumed(self) -> None:
+        """Wait until all ranks go on from the checkpoint that they have loaded.
+
+        Raises:
+            RankDesyncError: another rank has raised in between.
+        """
+        self._told_by_all(None, self._anywhere(RESUMES))
 
     def _told_by_all(self, value: Any, place: Place) -> list[Any]:
         return [value] if self._patient is None else self._patient.gather(value, place)

@@ -52,7 +52,7 @@ from ds_parity.engine.kept_states import (
 from ds_parity.engine.members import MEMBERS, members, refuse_other_members
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostsum import HostSum
-from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, Place
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, RESUMES, Place
 from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, Saving, agreed, write
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError, RankDesyncError
@@ -99,30 +99,50 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         driver.state.half_loaded = before
         # Nothing was loaded, so the open window goes on as it was.
         return path, state
-    ours = (state or {}).get(KEY, {})
+    # What a rank can't go on from may be its own affair: an order of groups, a trace that it can't open again.
+    with naming_lost_ranks("load_checkpoint()"):
+        with driver.telling_of_load(RESUMES):
+            _go_on(driver, load_dir, dict(state or {}), options, rates, scale)
+        driver.say_resumed()
+    # A part that is loaded over another leaves what the other was.
+    driver.state.half_loaded = None if is_whole(driver.engine, options) else before
+    return path, state
+
+
+def _go_on(
+    driver: Driver, load_dir: str, state: dict[str, Any], options: Mapping[str, Any], rates: Any, scale: Any
+) -> None:
+    """Go on from what was loaded, with the window's counts, the schedule and the scale of then.
+
+    Args:
+        driver: whose engine has loaded.
+        load_dir: the folder.
+        state: the client state that was saved.
+        options: of the load.
+        rates: as `moved_by_the_schedule` returned them before the load.
+        scale: the loss scale before it.
+    """
+    ours = state.get(KEY, {})
     refuse_universal_in_turns(driver.engine, load_dir, ours)
-    fp16 = saved_in_fp16(ours, state or {})
+    fp16 = saved_in_fp16(ours, state)
     if driver.engine.load_universal_checkpoint() and fp16 is False:
         keep_loss_scale(driver.engine, scale)
     driver.abandon()
     driver.adapter.forget_copies()
     forget_sparse_names(driver.engine)
-    if not options["load_module_only"]:
-        if not options["load_optimizer_states"]:
-            driver.adapter.refresh()
-        scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
-        if optimizer:
-            named = options["load_module_strict"] and options["custom_load_fn"] is None
-            refuse_states_of_others(driver.engine, ours, driver.adapter.groups(), named=named, fp16=fp16)
-            refuse_other_members(driver.engine, ours, driver.adapter.groups_of_optimizer(), named=named)
-            if not named:
-                driver.adapter.show_stepped_weights()
-        resume(driver, state or {}, scheduler=scheduler, optimizer=optimizer)
-        saved = ours.get(SCHEDULE)
-        follow_the_schedule(driver.engine, rates, saved, scheduler=scheduler, optimizer=optimizer)
-    # A part that is loaded over another leaves what the other was.
-    driver.state.half_loaded = None if is_whole(driver.engine, options) else before
-    return path, state
+    if options["load_module_only"]:
+        return
+    if not options["load_optimizer_states"]:
+        driver.adapter.refresh()
+    scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
+    if optimizer:
+        named = options["load_module_strict"] and options["custom_load_fn"] is None
+        refuse_states_of_others(driver.engine, ours, driver.adapter.groups(), named=named, fp16=fp16)
+        refuse_other_members(driver.engine, ours, driver.adapter.groups_of_optimizer(), named=named)
+        if not named:
+            driver.adapter.show_stepped_weights()
+    resume(driver, state, scheduler=scheduler, optimizer=optimizer)
+    follow_the_schedule(driver.engine, rates, ours.get(SCHEDULE), scheduler=scheduler, optimizer=optimizer)
 
 
 def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> bool:
@@ -253,10 +273,12 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         pending = f"{window.rollouts} rollouts of {passes} passes are pending"
         if not window.passes:
             pending = f"{passes} passes of another rank are pending"
-        raise CheckpointError(
+        inside = CheckpointError(
             f"save_checkpoint() inside window {window.index}: {pending}, and DeepSpeed doesn't save partial gradients; "
             f"save after the step() that closes the window{where}, or call finish() first"
         )
+        driver.refuse_saving(inside)  # it may be the only rank that saves
+        raise inside
     identity = agreed(driver.say_to_save(saving))
     return {**client_state, KEY: {**driver.ledger.state(), **ours, IDENTITY: identity}}
 

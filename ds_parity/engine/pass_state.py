@@ -16,8 +16,7 @@ PARTLY_THERE: Final = (
 )
 PARTLY_DONE: Final = "a step() or finish() that raised, so that its update may be done in part or not at all"
 ENDED_APART: Final = (
-    "a step() or finish() in which the ranks did not come together, so that another one may still end this window where "
-    "this rank would end its next"
+    "a step() or finish() in which ranks did not come together, so that another one may end it where this ends its next"
 )
 OF_PLANS: Final = "micro-batches of different plans on its ranks"
 

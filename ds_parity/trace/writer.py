@@ -109,7 +109,8 @@ def end_of_step(path: str | Path, step: int) -> int | None:
 
 
 def _lines(path: str | Path) -> Iterator[bytes]:
-    if Path(path).exists():
+    # A device or a pipe holds nothing, and may never end; a folder is an error.
+    if Path(path).is_file() or Path(path).is_dir():
         with Path(path).open("rb") as file:
             yield from file
 

@@ -224,7 +224,15 @@ def raised_in_loads(folder):
         results[f"raises {stage}"] = from_all(_raises_in_the_load(engine, path, bool(dist.get_rank())))
         engine.load_checkpoint(path, tag="a")
         results[f"then {stage}"] = from_all(_trains(engine))
+        if dist.get_rank():  # as a trace that can't be opened again
+            engine._self_driver.on_resume.append(_raises_behind)
+        results[f"behind {stage}"] = from_all(refusal(partial(engine.load_checkpoint, path, tag="a")))
+        results[f"then refused {stage}"] = from_all(refusal(lambda: one_pass(engine, 9)))  # noqa: B023
     return results
+
+
+def _raises_behind(step):
+    raise ds_parity.WindowError("only here")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -234,6 +242,17 @@ def test_a_load_that_raises_on_one_rank_is_told_to_the_others(two_ranks, stage):
     assert "rank 1 has raised WindowError: only here" in first
     assert second == "WindowError: only here"
     assert two_ranks.of(raised_in_loads)[f"then {stage}"] == [2, 2]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_raises_on_one_rank_behind_its_load_is_told_to_the_others(two_ranks, stage):
+    result = two_ranks.of(raised_in_loads)
+    first, second = result[f"behind {stage}"]
+    assert first.startswith("RankDesyncError: ")
+    assert "rank 1 has raised WindowError: only here" in first
+    assert second == "WindowError: only here"
+    for said in result[f"then refused {stage}"]:
+        assert said.startswith("CheckpointError: ")
 
 
 @on_two_ranks

@@ -94,7 +94,13 @@ def traces_that_end_early(folder):
     again.load_checkpoint(folder)
     stop_listening()
     _windows(again, 3, 4)
-    return {"kept": _read(f"{path}.before-4"), "new": _read(path), "said": said.getvalue()}
+    result = {"kept": _read(f"{path}.before-4"), "new": _read(path), "said": said.getvalue()}
+    if dist.get_rank() == 0:
+        path.unlink()
+    dist.barrier()
+    again.load_checkpoint(folder)
+    _windows(again, 3, 4)
+    return {**result, "anew": _read(path)}
 
 
 def _windows(engine, start, end):
@@ -134,6 +140,10 @@ class TestATraceThatIsGoneOnWith:
         assert [line[:9] for line in result["kept"].splitlines()[1:]] == ['{"step":1']
         assert [line[:9] for line in result["new"].splitlines()[1:]] == ['{"step":4']
         assert "ends before step 3" in result["said"].splitlines()[0]
+
+    def test_begins_anew_where_the_file_is_gone(self, two_ranks):
+        result = two_ranks.of(traces_that_end_early)
+        assert result["anew"] == result["new"]
 
 
 @on_two_ranks

@@ -85,8 +85,13 @@ def caught(rank, stage, case):
     return said + [refusal(lambda: run(engine, 2)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("case", CAUGHT)
+CELLS = [(case, stage) for case in CAUGHT for stage in (0, 1, 2, 3)]
+OFTEN = ("a count that is refused", 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "stage"), [OFTEN, *(pytest.param(*one, marks=pytest.mark.slow) for one in CELLS if one != OFTEN)]
+)
 def test_no_rank_goes_on_behind_a_window_that_has_parted(forks, stage, case):
     """One rank's next window would be another one's last: each would step on micro-batches of two windows."""
     outcomes = forks.run(caught, 2, 90, stage=stage, case=case)

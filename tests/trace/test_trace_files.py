@@ -159,6 +159,9 @@ class TestGoingOnBehindAStep:
         assert end_of_step(tmp_path / "t", 0) is None
         assert end_of_step(tmp_path / "none", 0) is None
 
+    def test_begins_anew_on_a_device_which_may_never_end(self):
+        assert end_of_step("/dev/zero", 0) is None
+
     def test_what_can_not_be_read_is_a_trace_error(self, tmp_path):
         with pytest.raises(TraceError, match=re.escape(f"{tmp_path}: can't read")):
             end_of_step(tmp_path, 0)

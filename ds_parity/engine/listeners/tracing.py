@@ -159,14 +159,17 @@ class _Listener:
         if self._writer is not None:
             self._writer.close()
         keep = end_of_step(self.path, step)
-        if keep is None:
+        if keep is None and self.path.is_file():
             aside = self.path.with_name(f"{self.path.name}.before-{step + 1}")
-            self.path.replace(aside)
+            try:
+                self.path.replace(aside)
+            except OSError as error:
+                raise TraceError(f"{self.path}: can't be kept as {aside}: {error.strerror or error}") from error
             _LOG.warning(
                 "%s ends before step %d, which the checkpoint was saved at: it is kept as %s, and a new trace begins",
                 *(self.path, step, aside),
             )
-        elif _of_run(read_header(self.path)) != _of_run(self._header):
+        elif keep is not None and _of_run(read_header(self.path)) != _of_run(self._header):
             _LOG.warning(
                 "%s goes on under the header of the run that began it: ranks, versions or configuration differ now",
                 self.path,

@@ -40,6 +40,7 @@ SAVES: Final = "saves a checkpoint"
 SAVED: Final = "has saved a checkpoint"
 LOADS: Final = "loads a checkpoint"
 LOADED: Final = "has loaded a checkpoint"
+RESUMES: Final = "goes on from a checkpoint"
 FOUND_NONE: Final = "has found no checkpoint to load"
 ANYWHERE: Final = -1
 """The window of a place where ranks may come from different ones."""
