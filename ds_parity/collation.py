@@ -111,17 +111,20 @@ def micro_batches(plan: Plan, rank: int, *, first_window: int = 0, pad: int = 0)
     number = plan.number(window)
     stream = STREAMS.begin(number, plan.dp_world_size, empty=window == len(plan.windows))
     counts = (count for window in plan.counts[first_window:] for count in window[:, rank, :2].tolist())
-    for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):
-        units = [plan.rollouts[index] for index in chosen.tolist()]
-        # No name here keeps a micro-batch alive while the loop runs it.
-        yield replace(
-            collate(units, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad, pairs=pairs),
-            planned_for=plan.dp_world_size,
-            plan_rank=whole(rank),
-            plan_number=number,
-            plan_stream=stream,
-            plans_begun=STREAMS.latest,
-        )
+    try:
+        for chosen, (rollouts, prompts) in zip(plan.of_rank(rank, first_window), counts, strict=True):
+            units = [plan.rollouts[index] for index in chosen.tolist()]
+            # No name here keeps a micro-batch alive while the loop runs it.
+            yield replace(
+                collate(units, layout=plan.layout, rollouts=rollouts, prompts=prompts, pad=pad, pairs=pairs),
+                planned_for=plan.dp_world_size,
+                plan_rank=whole(rank),
+                plan_number=number,
+                plan_stream=stream,
+                plans_begun=STREAMS.latest,
+            )
+    finally:
+        STREAMS.end(number, stream)
 
 
 def _refuse_other_ranks(plan: Plan, rank: int) -> None:

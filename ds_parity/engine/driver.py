@@ -389,7 +389,7 @@ class Driver(AmongRanks):
         self.meter.reset()
         self.ledger.restore(self.ledger.state())  # the state knows whole windows only: the open one is gone
         self.state.reset()
-        self.plans, self.exchange.plans_in_doubt = PlansRead(), False
+        self.plans, self.exchange.plans_in_doubt = PlansRead(self.plans.earlier), False
         self.given.abandon()
         self.boundary.mark(False)
 

@@ -82,12 +82,18 @@ class Heard(Iterator[Read]):
 class PlansRead:
     """The plans that a rank takes its micro-batches from.
 
+    Args:
+        earlier: how many streams of each plan engines had read to their ends before this one was built; None: until
+            now. Nothing of them was left for this engine.
+
     Attributes:
+        earlier: likewise.
         begun: numbers of the plans of which the other ranks have heard, the last 256, as they began.
         untold: those of which they have not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Numbers | None = None) -> None:
+        self.earlier = STREAMS.read_to_the_end() if earlier is None else earlier
         self.begun: deque[int] = deque(maxlen=_KEPT)
         self.untold: list[int] = []
         self._streams = Numbers(_KNOWN)
@@ -127,6 +133,7 @@ class PlansRead:
         self.untold.append(it.plan)
         if it.stream in STREAMS.streams:
             self._here.add(it.plan)
+            STREAMS.reads(it.plan, it.stream)
         if it.empty:
             self._ran.add(it.plan)
             return
@@ -156,13 +163,14 @@ class PlansRead:
         return {plan: self._times.times(plan) for plan, times in told.items() if not self._may_have(plan, times)}
 
     def _may_have(self, plan: int, times: int) -> bool:
-        # Of a stream that was begun before, or by another engine, all may have been left out.
-        left_out = plan in self._passed or STREAMS.begun.times(plan) > self._here.times(plan)
+        # Of a stream that was begun before, or by another engine of now, all may have been left out.
+        elsewhere = STREAMS.begun.times(plan) - self._here.times(plan) - self.earlier.times(plan)
+        left_out = plan in self._passed or elsewhere > 0
         return left_out or self._times.times(plan) >= times
 
     def copy(self) -> PlansRead:
         """Return one that goes on from here by itself."""
-        other = PlansRead()
+        other = PlansRead(self.earlier)
         other.begun, other.untold, other._silent = self.begun.copy(), list(self.untold), dict(self._silent)
         other._streams, other._passed = self._streams.copy(), self._passed.copy()
         other._times, other._here, other._ran = self._times.copy(), self._here.copy(), self._ran.copy()

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any, Final
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.keys import plain, refuse_what_is_no_key
+from ds_parity.planning.keys import plain, refuse_two_kinds, refuse_what_is_no_key
 
 # Two rewards that eight operations in fp32 have computed differ by 16 roundings of 2**-24, though they mean the same.
 _ROUNDING: Final = 2.0**-20
@@ -38,9 +38,10 @@ def group_advantages(prompt_ids: Iterable[Hashable], rewards: Iterable[float], *
 
     Raises:
         ConfigError: there are not as many rewards as prompts, a reward is no finite number, two rewards are further
-            apart than a number can say, or a prompt can be no key.
+            apart than a number can say, a prompt can be no key, or one is given as a text and as a number.
     """
     prompts, earnings = prompts_and_rewards(prompt_ids, rewards)
+    refuse_two_kinds("prompt ids", prompts)
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         groups[prompt].append(index)

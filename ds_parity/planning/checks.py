@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ds_parity.errors import ConfigError
-from ds_parity.planning.keys import by_value, refuse_what_is_no_key, tokens_of
+from ds_parity.planning.keys import by_value, refuse_two_kinds, refuse_what_is_no_key, tokens_of
 from ds_parity.planning.rollout import PreferencePair, Rollout, Unit
 
 _MOST, _MOST_RANKS = 2**30, 2**20  # a greater number is a slip of the keyboard
@@ -65,6 +65,7 @@ def listed(rollouts: Iterable[Any]) -> list[Unit]:
     units = by_value(units)
     for name in ("prompt_id", "rollout_id"):
         _check_keys(name, [getattr(unit, name) for unit in units])
+    refuse_two_kinds("prompt ids", (unit.prompt_id for unit in units))
     return units
 
 

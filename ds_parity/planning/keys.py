@@ -42,6 +42,27 @@ def refuse_what_is_no_key(said: str, key: Any) -> None:
         raise ConfigError(f"{said}, which is not equal to itself: no two rollouts would be of one prompt; number them")
 
 
+def refuse_two_kinds(said: str, keys: Iterable[Any]) -> None:
+    """Raise ConfigError where one id comes as a text and as a number: it would be two prompts.
+
+    Ranks that read their ids from files of other kinds (a JSON's keys are texts) give one so.
+
+    Args:
+        said: what the ids are of ("prompt ids").
+        keys: the ids, `plain`.
+    """
+    known = set(keys)
+    texts = {key for key in known if isinstance(key, str)}
+    if len(texts) in (0, len(known)):
+        return
+    for key in known:
+        if key is not None and not isinstance(key, str) and str(key) in texts:
+            raise ConfigError(
+                f"{said} are {key!r} ({type(key).__name__}) and {str(key)!r} (a text), which are two, though they "
+                "read alike: give all of them as one kind, on every rank"
+            )
+
+
 def by_value(units: Iterable[Unit]) -> list[Unit]:
     """Return the units, those anew whose ids are tensors or arrays, with what these stand for."""
     return [_by_value(unit) if _has_others(unit.prompt_id) or _has_others(unit.rollout_id) else unit for unit in units]

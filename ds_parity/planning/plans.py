@@ -91,6 +91,7 @@ class Streams:
         self.begun = Numbers(_KNOWN)
         self.streams = Numbers(_KNOWN)
         self.latest: tuple[int, ...] = ()
+        self._ended, self._read, self._open = Numbers(_KNOWN), Numbers(_KNOWN), set[int]()
         self._heard = threading.local()
 
     def begin(self, plan: int, ranks: int, *, empty: bool) -> int:
@@ -110,6 +111,24 @@ class Streams:
         if listeners:
             listeners[-1].append(Begun(plan, ranks, stream, empty))
         return stream
+
+    def reads(self, plan: int, stream: int) -> None:
+        """Take note that an engine reads a stream, which may have ended: a thread reads ahead."""
+        if stream in self._ended:
+            self._read.add(plan)
+        else:
+            self._open.add(stream)
+
+    def end(self, plan: int, stream: int) -> None:
+        """Take note that a stream has ended, or that nobody holds it."""
+        self._ended.add(stream)
+        if stream in self._open:
+            self._open.remove(stream)
+            self._read.add(plan)
+
+    def read_to_the_end(self) -> Numbers:
+        """Return how many streams of each plan engines have read, none while one of them may go on in another."""
+        return Numbers(_KNOWN) if self._open else self._read.copy()
 
     @contextmanager
     def heard(self) -> Iterator[list[Begun]]:

@@ -317,6 +317,31 @@ def _another_epoch(folder):
     return [refusal(lambda: _trained(engine, _own(_turned(rollouts[:16], differ=True)))), engine.global_steps]
 
 
+def _another_plan_in_a_new_engine(folder):
+    """Both ranks train one plan; then in a new engine the first one trains it again, and the second one another."""
+    rollouts = _rollouts()
+    _trained(_built(2), _own(rollouts[:16]))
+    engine = _built(2)
+    return [refusal(lambda: _trained(engine, _own(_turned(rollouts[:16], differ=True)))), engine.global_steps]
+
+
+def _goes_on_in_a_new_engine(folder):
+    """Each window has an engine of its own, and the stream goes on, up to the last but some."""
+    stream, steps = _few(_rollouts()), 0
+
+    def run():
+        nonlocal steps
+        for _ in range(5):
+            engine = build(config(2, passes=3, exchange_timeout=20))
+            for _ in engine.passes(stream, finish=False):
+                one_pass(engine, 1)
+                if engine.window.passes == 0:
+                    break
+            steps += engine.global_steps
+
+    return [refusal(run), steps]
+
+
 def _the_same_epochs(folder):
     """Both ranks train one plan three times; the first one logs it inside of its stream."""
     engine, rollouts = _built(2), _rollouts()
@@ -440,6 +465,8 @@ def plans_between_loops(folder):
         _through_several_loops,
         _thrown_away_by_a_load,
         _another_epoch,
+        _another_plan_in_a_new_engine,
+        _goes_on_in_a_new_engine,
         _the_same_epochs,
         _goes_on_behind_a_load,
         _goes_on_in_another_engine,
@@ -477,6 +504,7 @@ def test_a_refused_window_takes_no_second_step(two_ranks):
         ("_the_same_epochs", 6),
         ("_goes_on_behind_a_load", 10),
         ("_goes_on_in_another_engine", 6),
+        ("_goes_on_in_a_new_engine", 5),
         ("_looked_at_inside", 2),
         ("_made_by_a_worker", 300),
     ],
@@ -489,6 +517,7 @@ def test_ranks_with_the_same_plans_go_on(two_ranks, done, steps):
     ("done", "steps"),
     [
         ("_another_epoch", 2),
+        ("_another_plan_in_a_new_engine", 0),
         ("_without_a_window", 2),
         ("_made_otherwise_by_a_worker", 0),
     ],

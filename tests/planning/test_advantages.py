@@ -175,3 +175,15 @@ def test_what_can_be_no_reward_is_refused_with_the_way_out(rewards, says):
 def test_rewards_that_are_further_apart_than_a_number_can_say_are_refused():
     with pytest.raises(ConfigError, match=r"prompt 'p' are -1.7e\+308 and 1.7e\+308: .*; scale them down"):
         group_advantages("pp", [1.7e308, -1.7e308])
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, "1"), (2.5, "2.5"), ((1, 2), "(1, 2)")])
+def test_one_prompt_as_a_number_and_as_a_text_is_refused(one, other):
+    with pytest.raises(
+        ConfigError, match=r"^prompt ids are .* and .* \(a text\), which are two, though they read alike"
+    ):
+        group_advantages([one, other, "another"], [1, 2, 3])
+
+
+def test_numbers_and_texts_that_read_otherwise_may_stand_side_by_side():
+    assert group_advantages([1, 1, "a", None], [1, 2, 3, 4]) == [-1, 1, 0, 0]

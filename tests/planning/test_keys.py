@@ -84,3 +84,8 @@ def test_what_was_planned_has_the_ids_as_they_are_compared():
     plain = _rollouts(["a", "b"])
     planned = ds_parity.plan(plain, dp_world_size=1, target=2, max_tokens=64)
     assert all(one is other for one, other in zip(planned.rollouts, plain, strict=True))
+
+
+def test_one_prompt_as_a_number_and_as_a_text_is_refused():
+    with pytest.raises(ConfigError, match="prompt ids are 1 .int. and '1' .a text., which are two"):
+        _counts(_rollouts([1, "1"]))
