@@ -17,7 +17,7 @@ from ds_parity.config import Settings, load_config, misspelt, parse, rewrite, ve
 from ds_parity.config.autotp import autotp_size
 from ds_parity.config.faults import refuse
 from ds_parity.config.features import Wanted
-from ds_parity.config.handed_on import refuse_handed_on
+from ds_parity.config.handed_on import is_comment, refuse_handed_on
 from ds_parity.config.rewrite import Rewrite
 from ds_parity.config.settings import PASSES, SECTION, key_path
 from ds_parity.config.unfilled import refuse_unfilled
@@ -376,7 +376,8 @@ def _say_what_it_is(model: Any, level: int) -> None:
 def _alike(rewritten: Rewrite) -> dict[str, Any]:
     # Releases reduce at other places, so that ranks of two of them would wait for each other, or add up wrongly.
     there = {"the DeepSpeed that is installed": deepspeed.__version__}
-    return {**rewritten.config, **_by_path(rewritten.settings), **there}
+    read = {key: value for key, value in rewritten.config.items() if not is_comment(key)}
+    return {**read, **_by_path(rewritten.settings), **there}
 
 
 def _by_path(settings: Settings) -> dict[str, Any]:

@@ -78,7 +78,8 @@ class PassState:
         if self.awaits_step:
             raise WindowError(
                 f"backward() in window {self._ledger.window.index} while the pass before it waits for its step(): one "
-                "step() ends one pass; call it after every backward()"
+                'step() ends one pass; call it after every backward(), or write "boundary": "caller" in ds_parity if '
+                "one step() ends a window of several backwards"
             )
 
     def refuse_step_alone(self) -> None:

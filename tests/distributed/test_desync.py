@@ -25,7 +25,11 @@ def desync(folder):
     stage = refusal(lambda: build(config(1 + rank, passes=8)))
     fault = refusal(lambda: build(config(1, passes=8, overshoot="cary" if rank else "carry")))
     trace = refusal(lambda: build(config(1, passes=8, trace="/dev/null/trace")))
-    places = {"steps_per_print": 10 + rank, "csv_monitor": {"enabled": False, "output_path": f"{folder}/{rank}"}}
+    places = {
+        "_comment": f"of rank {rank}",
+        "steps_per_print": 10 + rank,
+        "csv_monitor": {"enabled": False, "output_path": f"{folder}/{rank}"},
+    }
     own = refusal(lambda: build({**config(1, passes=8, trace=f"{folder}/{rank}.jsonl"), **places}))
     ahead = build(config(1, passes=8))
     lookahead = refusal(lambda: next(iter(ahead.passes([Batch()], lookahead=2 + rank))))
