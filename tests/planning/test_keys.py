@@ -87,5 +87,5 @@ def test_what_was_planned_has_the_ids_as_they_are_compared():
 
 
 def test_one_prompt_as_a_number_and_as_a_text_is_refused():
-    with pytest.raises(ConfigError, match="prompt ids are 1 .int. and '1' .a text., which are two"):
+    with pytest.raises(ConfigError, match=r"prompt ids are 1 .int. and .1. .a text., which are two"):
         _counts(_rollouts([1, "1"]))
