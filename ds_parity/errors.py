@@ -25,7 +25,13 @@ class WindowError(DsParityError):
 
 
 class RankDesyncError(DsParityError):
-    """Ranks are not in the same pass of the same window, or one of them is gone."""
+    """Ranks are not in the same pass of the same window, or one of them is gone.
+
+    Attributes:
+        parted: False where all ranks have raised it at one place, and may go on from there alike.
+    """
+
+    parted = True
 
 
 class TraceError(DsParityError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -38,6 +38,8 @@ from ds_parity.engine.ranks.wire import (
 )
 from ds_parity.errors import RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
+
+_MOST_SECONDS: Final = 5.0
 
 
 class AmongRanks:
@@ -227,6 +229,10 @@ class AmongRanks:
         when the forward's time is up, or when this rank ends.
         """
         self.exchange.refuse(self._place("reads its passes"), error)
+
+    def refuse_soon(self, error: Exception) -> None:
+        """Tell the other ranks, as `refuse` does, for some seconds: they may be inside DeepSpeed, and hear nothing."""
+        self.exchange.refuse(self._place(RUNS), error, most=_MOST_SECONDS)
 
     @contextmanager
     def waiting(self, where: str) -> Iterator[None]:

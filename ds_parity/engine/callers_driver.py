@@ -320,8 +320,8 @@ class CallersDriver(Driver):
         # One sum for counts, loss and metrics.
         try:
             totals = self.exchange.whole_window(place, self.ledger.window, self.given.gives, self.meter.rider())
-        except RankDesyncError:
-            self.state.lost = ENDED_APART
+        except RankDesyncError as error:
+            self.state.lost = ENDED_APART if error.parted else self.state.lost
             raise
         if totals.passes:
             if drop:

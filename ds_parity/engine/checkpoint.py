@@ -273,12 +273,10 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         pending = f"{window.rollouts} rollouts of {passes} passes are pending"
         if not window.passes:
             pending = f"{passes} passes of another rank are pending"
-        inside = CheckpointError(
+        raise CheckpointError(
             f"save_checkpoint() inside window {window.index}: {pending}, and DeepSpeed doesn't save partial gradients; "
             f"save after the step() that closes the window{where}, or call finish() first"
         )
-        driver.refuse_saving(inside)  # it may be the only rank that saves
-        raise inside
     identity = agreed(driver.say_to_save(saving))
     return {**client_state, KEY: {**driver.ledger.state(), **ours, IDENTITY: identity}}
 

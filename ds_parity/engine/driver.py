@@ -228,7 +228,7 @@ class Driver(AmongRanks):
         with self.telling():
             self.state.refuse_lost()
             refuse_ending_here(self)
-            self.state.refuse_step_alone()
+        self.state.refuse_step_alone()
         if self.ledger.window.closed:
             self._refuse_different_plans()
             refuse_strays(self, newcomers=True, ends=True)

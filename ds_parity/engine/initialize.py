@@ -59,7 +59,14 @@ from ds_parity.engine.pipeline import (
     refuse_in_pipelines,
     refuse_stage_without_training,
 )
-from ds_parity.engine.ranks.agreement import Asked, agree, all_or_none, naming_lost_ranks, started_together, telling
+from ds_parity.engine.ranks.agreement import (
+    Asked,
+    agree,
+    all_or_none,
+    naming_lost_ranks_of_torch,
+    started_together,
+    telling,
+)
 from ds_parity.engine.startup import refuse_local_rank, refuse_without_assertions
 from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
 from ds_parity.engine.waiting import saying_what_is_waited_for
@@ -237,8 +244,8 @@ def honoured(
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     with (
-        naming_lost_ranks("initialize(), where DeepSpeed builds the engine"),
         saying_what_is_waited_for(),
+        naming_lost_ranks_of_torch("initialize(), where DeepSpeed builds the engine"),
         building(),
         any_shape_is_sent(),
         own_adagrad(),

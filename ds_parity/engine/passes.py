@@ -104,12 +104,13 @@ class PassQueue:
             handed = self.upcoming.first
             yield self._handed_out(handed)
             if self.upcoming and self.upcoming.first is handed:
+                error = WindowError(
+                    "passes() was asked for the next micro-batch before the last had its backward(): all ranks count "
+                    "on every pass; what is to be left out must be left out of the stream"
+                )
                 # Often one rank alone leaves a micro-batch out (its loss is NaN), and others wait for its backward.
-                with self._driver.telling():
-                    raise WindowError(
-                        "passes() was asked for the next micro-batch before the last had its backward(): all ranks "
-                        "count on every pass; what is to be left out must be left out of the stream"
-                    )
+                self._driver.refuse_soon(error)
+                raise error
 
     def close(self) -> None:
         """End the thread that reads ahead, if there is one."""

@@ -14,6 +14,7 @@ from ds_parity.engine.ranks.agreement import (
     naming_lost_ranks,
     refuse_differing,
 )
+from ds_parity.engine.ranks.agreement import naming_lost_ranks_of_torch as of_torch
 from ds_parity.errors import RankDesyncError, WindowError
 
 
@@ -60,6 +61,12 @@ def test_chance_is_named_only_where_models_are_the_same(told, also, told_so):
     with pytest.raises(RankDesyncError) as caught:
         agree(told({"the place of a in the model": 1, "parameter group 0: lr": 2, **also}), places)
     assert ("the order of a set is by chance" in str(caught.value)) == told_so
+
+
+def test_an_error_of_a_callers_function_stays_what_it_is():
+    with pytest.raises(RuntimeError, match=r"^Connection refused by my server$") as caught, of_torch("a build"):
+        raise RuntimeError("Connection refused by my server")
+    assert not isinstance(caught.value, RankDesyncError)
 
 
 def test_each_value_is_named_once_however_many_ranks_have_it():

@@ -98,3 +98,55 @@ def test_no_rank_goes_on_behind_a_window_that_has_parted(forks, stage, case):
     assert [one.how for one in outcomes] == ["returned"] * 2, outcomes
     for one in outcomes:
         assert "nothing was raised" not in one.value[1:], outcomes
+
+
+def other_rates(rank, stage):
+    """What each rank is told where one has another rate; and, once that is mended, where its step comes again."""
+    engine = build(stage)
+    run(engine, 2, ends=False)
+    rate = engine.optimizer.param_groups[0]["lr"]
+    engine.optimizer.param_groups[0]["lr"] = rate * (1 + rank)
+    said = [refusal(engine.step)]
+    engine.optimizer.param_groups[0]["lr"] = rate
+    said.append(refusal(engine.step))
+    return [*said, engine.global_steps]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_step_may_come_again_once_its_rates_are_those_of_all_ranks(forks, stage):
+    outcomes = forks.run(other_rates, 2, 90, stage=stage)
+    assert [one.how for one in outcomes] == ["returned"] * 2, outcomes
+    for one in outcomes:
+        first, *then = one.value
+        assert first.startswith("RankDesyncError: ranks differ in the learning rate of parameter group 0"), outcomes
+        assert then == ["nothing was raised", 1], outcomes
+
+
+def leaves_out(rank, stage):
+    """What each rank is told, and when, where one leaves a micro-batch of passes() out."""
+    made = config(stage, passes=8, exchange_timeout=20.0)
+    model = perceptron()
+    engine = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=made)[0]
+
+    def loop():
+        for number, _ in enumerate(
+            engine.passes([ds_parity.MicroBatch({"number": at}, 1) for at in range(8)], lookahead=1)
+        ):
+            if rank and number == 1:
+                continue
+            engine.backward(forward(engine, number))
+            engine.step()
+
+    begun = time.monotonic()
+    return [refusal(loop), time.monotonic() - begun]
+
+
+@pytest.mark.parametrize("stage", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 3))])
+def test_a_rank_that_leaves_a_micro_batch_out_is_told_soon(forks, stage):
+    first, second = forks.run(leaves_out, 2, 90, stage=stage)
+    assert [first.how, second.how] == ["returned"] * 2, [first, second]
+    assert second.value[0].startswith("WindowError: passes() was asked for the next micro-batch before"), second
+    assert second.value[1] < 15, second
+    assert first.value[0].startswith("RankDesyncError: "), first
+    if stage == 0:  # on other stages it is inside DeepSpeed then
+        assert "rank 1 has raised WindowError: passes() was asked for the next" in first.value[0], first

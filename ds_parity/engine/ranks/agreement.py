@@ -290,6 +290,21 @@ def naming_lost_ranks(
         ) from error
 
 
+@contextmanager
+def naming_lost_ranks_of_torch(where: str) -> Iterator[None]:
+    """Say likewise what a failed collective of torch's means, and nothing of what a function of the caller's raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        last = error.__traceback__
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        if last is None or not last.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            raise
+        with naming_lost_ranks(where):
+            raise
+
+
 def is_of_lost_rank(error: RuntimeError) -> bool:
     """Whether a collective failed because another rank is gone or silent.
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any, Final
 
 import torch
@@ -192,10 +193,27 @@ class Exchange:
         self.stopping = self.stopping or stop
         return totals
 
-    def refuse(self, place: Place, error: Exception) -> None:
-        """Come to the exchange that the others wait in, to say that this rank has raised and trains no further."""
+    def refuse(self, place: Place, error: Exception, most: float | None = None) -> None:
+        """Come to the exchange that the others wait in, to say that this rank has raised and trains no further.
+
+        Args:
+            place: where it has.
+            error: what it has raised.
+            most: seconds to wait for them (> 0), after which they are told if they come; None: the time limit.
+        """
+
+        def tell() -> None:
+            with suppress(RankDesyncError):
+                told.wait()
+
         with suppress(RankDesyncError):
-            self.start(replace(place, error=in_short(error)), []).wait()
+            told = self.start(replace(place, error=in_short(error)), [])
+            if most is None:
+                tell()
+                return
+            waiting = Thread(target=tell, name="ds_parity tells of an error", daemon=True)
+            waiting.start()
+            waiting.join(most)
 
     def _peers_differ(self, over: HostSum, passes: Sequence[Announcement]) -> RankDesyncError:
         gathered = over.gathered((self._peers.first, dist.get_rank(), list(passes)))

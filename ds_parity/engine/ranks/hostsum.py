@@ -131,13 +131,14 @@ class HostSum:
             and len({replace(where, rates=(), used=0) for where in places}) == 1
         ):
             apart = differing_rates({rank: where.rates for rank, where, _ in gathered})
-            return RankDesyncError(
+            return _at_one_place(
                 f"ranks differ in {apart}. So the step would be another one on each rank. The weights are as they "
                 "were. Give the scheduler the same metric on every rank (an average over them), and set learning "
                 "rates, and whatever else is named here, on all of them alike"
             )
         elif len({replace(where, used=0) for where in places}) == 1 and len(set(places)) > 1:
-            rule = (
+            return _at_one_place(
+                f"ranks are not in the same place: {lines}. "
                 "The passes of a window used different parameters on these ranks, or the same ones in another order "
                 "(each checksum stands for them and their order), and ZeRO stage 1 to 3 add gradients up in their "
                 "order, those of one parameter to those of another; or they have frozen different ones, which no stage "
@@ -269,6 +270,13 @@ def _store() -> Any:
 
 def _lost_key(group: Any) -> str:
     return f"ds_parity/lost/{group.group_name}"
+
+
+def _at_one_place(message: str) -> RankDesyncError:
+    """Return an error that all ranks raise at one place, and may go on from alike."""
+    error = RankDesyncError(message)
+    error.parted = False
+    return error
 
 
 def core_of(ranks: int) -> int:
