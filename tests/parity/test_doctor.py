@@ -233,3 +233,18 @@ class TestCommand:
         code = "import sys; import ds_parity.cli, ds_parity.parity.doctor\n"
         code += "assert not {'torch', 'deepspeed'} & set(sys.modules)"
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "abc"}}}, "optimizer.params.lr"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler.params"),
+    ],
+)
+def test_what_initialize_refuses_to_hand_on_is_refused_here(section, key):
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_passes": 4, **section}
+    assert [one.name for one in examination.refused(config)] == [key]
+    right = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {"type": "WarmupLR", "params": {}}}
+    assert not list(examination.refused({**config, **right}))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_parity._version import __version__
+from ds_parity.config.handed_on import handed_on
 from ds_parity.config.refusals import refusals
 from ds_parity.config.settings import PASSES, SECTION, parse
 from ds_parity.config.versions import OLDEST
@@ -118,7 +119,8 @@ def refused(config: Mapping[str, Any]) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("ds_parity", State.BITES, str(error), "correct it: `ds-parity rewrite` shows what it comes to")
         return
-    for fault in refusals(config):
+    # An optimizer or a scheduler that a loop gives itself replaces its section; most loops give neither.
+    for fault in (*refusals(config), *handed_on(config, optimizer=True, scheduler=True)):
         yield Finding(fault.key, State.BITES, fault.said, fault.way_out)
 
 
