@@ -92,6 +92,7 @@ class Streams:
         self.streams = Numbers(_KNOWN)
         self.latest: tuple[int, ...] = ()
         self._ended, self._read, self._open = Numbers(_KNOWN), Numbers(_KNOWN), set[int]()
+        self._counted = Numbers(_KNOWN)  # of the streams that have ended: two engines may read one
         self._heard = threading.local()
 
     def begin(self, plan: int, ranks: int, *, empty: bool) -> int:
@@ -114,16 +115,21 @@ class Streams:
 
     def reads(self, plan: int, stream: int) -> None:
         """Take note that an engine reads a stream, which may have ended: a thread reads ahead."""
-        if stream in self._ended:
-            self._read.add(plan)
-        else:
+        if stream not in self._ended:
             self._open.add(stream)
+        else:
+            self._count(plan, stream)
 
     def end(self, plan: int, stream: int) -> None:
         """Take note that a stream has ended, or that nobody holds it."""
         self._ended.add(stream)
         if stream in self._open:
             self._open.remove(stream)
+            self._count(plan, stream)
+
+    def _count(self, plan: int, stream: int) -> None:
+        if stream not in self._counted:
+            self._counted.add(stream)
             self._read.add(plan)
 
     def read_to_the_end(self) -> Numbers:

@@ -142,11 +142,13 @@ class Terms:
         """Raise WindowError where a term weighs nothing over a whole window, unless its unit allows that."""
         for term, total in zip(self.all, totals, strict=True):
             if not total and term.unit != "weight":
+                none = " (or none that has it has a token)" if term.unit == "token" else ""
+                empty = "Leave rollouts without a token out of the stream. " if none else ""
                 raise WindowError(
-                    f"no micro-batch of any rank has the term {term.name!r} of ds_parity.terms in this window, so that "
-                    "it has no mean. Where it is to have no part (a warm-up of the others), give it as 0 times a loss; "
-                    f"or set ds_parity.terms.{term.name}.weight to 'weight', by which it may weigh 0 in a window whose "
-                    f"totals are known: engine.expect(..., weight={{{term.name!r}: 0}}), or passes() with "
-                    "ds_parity.lookahead 'window' over micro-batches of that weight; or remove it from the "
+                    f"no micro-batch of any rank has the term {term.name!r} of ds_parity.terms in this window{none}, "
+                    f"so that it has no mean. {empty}Where it is to have no part (a warm-up of the others), give it as "
+                    f"0 times a loss; or set ds_parity.terms.{term.name}.weight to 'weight', by which it may weigh 0 "
+                    f"in a window whose totals are known: engine.expect(..., weight={{{term.name!r}: 0}}), or passes() "
+                    "with ds_parity.lookahead 'window' over micro-batches of that weight; or remove it from the "
                     "configuration"
                 )

@@ -15,6 +15,7 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.data.rollouts import load_rollouts
 from ds_parity.planning import Rollout, plan, planner
 from ds_parity.planning.packing import exchange
+from ds_parity.planning.plans import Streams
 from tests.planning.test_packing import fewest
 
 GSM8K = load_rollouts()
@@ -240,3 +241,20 @@ def test_whole_numbers_of_any_kind_and_any_iterable_will_do():
 def test_planning_needs_neither_torch_nor_deepspeed():
     code = "import sys; import ds_parity.planning; sys.exit(bool({'torch', 'deepspeed'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_stream_that_engines_have_read_counts_once_and_none_does_while_one_is_open():
+    streams = Streams()
+    first, second = (streams.begin(5, 2, empty=False) for _ in range(2))
+    streams.reads(5, first)
+    assert streams.read_to_the_end().times(5) == 0
+    streams.end(5, first)
+    for _ in range(2):  # engines that read what has ended, or was read ahead
+        streams.reads(5, first)
+    assert streams.read_to_the_end().times(5) == 1
+    streams.end(5, second)
+    assert streams.read_to_the_end().times(5) == 1, "no engine has read it"
+    streams.reads(5, second)
+    assert streams.read_to_the_end().times(5) == 2
+    streams.reads(7, streams.begin(7, 2, empty=False))
+    assert streams.read_to_the_end().times(5) == 0

@@ -131,6 +131,14 @@ def test_a_constant_total_is_the_target():
     assert ledger.count(one, [one]).divisors == (6, 8)
 
 
+def test_a_window_without_a_token_has_no_mean_over_tokens_and_says_what_to_do():
+    terms = Terms((Term("policy", "token"), Term("kl", "rollout")))
+    with pytest.raises(WindowError, match=r"or none that has it has a token.*Leave rollouts without a token out"):
+        terms.divisors((0.0, 2.0))
+    with pytest.raises(WindowError, match="term 'kl' of ds_parity.terms in this window, so that it"):
+        terms.divisors((2.0, 0.0))
+
+
 def test_a_term_of_nobody_is_refused_and_a_weight_of_0_is_not():
     ledger = ledger_of(MIXED)
     lacking = both(counts_of(MIXED, rollouts=3, given={"policy", "kl"}))
