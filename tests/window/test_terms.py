@@ -135,7 +135,7 @@ def test_a_window_without_a_token_has_no_mean_over_tokens_and_says_what_to_do():
     terms = Terms((Term("policy", "token"), Term("kl", "rollout")))
     with pytest.raises(WindowError, match=r"or none that has it has a token.*Leave rollouts without a token out"):
         terms.divisors((0.0, 2.0))
-    with pytest.raises(WindowError, match="term 'kl' of ds_parity.terms in this window, so that it"):
+    with pytest.raises(WindowError, match=r"term 'kl' of ds_parity.terms in this window, so that it"):
         terms.divisors((2.0, 0.0))
 
 
