@@ -252,6 +252,7 @@ class Meter:
         else:
             # The loss, the count of new names and the known metrics travel together: one sum in nearly every step.
             numbers = self._vector([*heads, *compared, own], agreed, samples)
+            compared = numbers[len(heads) :][: len(compared)]  # no second copy lives during the step
         return _Window(loss, samples, agreed, new, uses, compared, Rider(numbers))
 
     def _settled_on_host(self, over: PlacedSum, window: _Window, summed: torch.Tensor) -> Sums:
