@@ -85,13 +85,9 @@ def caught(rank, stage, case):
     return said + [refusal(lambda: run(engine, 2)) for _ in range(2)]
 
 
-CELLS = [(case, stage) for case in CAUGHT for stage in (0, 1, 2, 3)]
-OFTEN = ("a count that is refused", 0)
-
-
-@pytest.mark.parametrize(
-    ("case", "stage"), [OFTEN, *(pytest.param(*one, marks=pytest.mark.slow) for one in CELLS if one != OFTEN)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", CAUGHT)
 def test_no_rank_goes_on_behind_a_window_that_has_parted(forks, stage, case):
     """One rank's next window would be another one's last: each would step on micro-batches of two windows."""
     outcomes = forks.run(caught, 2, 90, stage=stage, case=case)
@@ -112,7 +108,8 @@ def other_rates(rank, stage):
     return [*said, engine.global_steps]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_may_come_again_once_its_rates_are_those_of_all_ranks(forks, stage):
     outcomes = forks.run(other_rates, 2, 90, stage=stage)
     assert [one.how for one in outcomes] == ["returned"] * 2, outcomes
@@ -141,7 +138,8 @@ def leaves_out(rank, stage):
     return [refusal(loop), time.monotonic() - begun]
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_rank_that_leaves_a_micro_batch_out_is_told_soon(forks, stage):
     first, second = forks.run(leaves_out, 2, 90, stage=stage)
     assert [first.how, second.how] == ["returned"] * 2, [first, second]

@@ -9,6 +9,7 @@ from tests.distributed.cells import config
 from tests.distributed.engines import refusal
 from tests.distributed.test_model_parts import Mpu
 
+pytestmark = pytest.mark.slow
 LIMIT = 3.0  # seconds that an engine waits for other ranks
 
 
@@ -48,13 +49,8 @@ SAID = {
 }
 
 
-CELLS = [(way, stage) for way in SAID for stage in (1, 3)]
-OFTEN = ("another order", 1)
-
-
-@pytest.mark.parametrize(
-    ("way", "stage"), [OFTEN, *(pytest.param(*one, marks=pytest.mark.slow) for one in CELLS if one != OFTEN)]
-)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("way", SAID)
 def test_what_a_function_makes_is_compared_within_its_group(forks, way, stage):
     outcomes = forks.run(built, 4, 90, way=way, stage=stage)
     assert [one.how for one in outcomes] == ["returned"] * 4, outcomes
