@@ -26,6 +26,7 @@ from online import task
 from online.account import Ledger, account
 from online.actors import Actors
 from online.arrivals import Arrivals, Patience, micro_batch
+from online.held import hold
 from online.queues import Queue, open_queue
 from online.settled import Settled
 from trainer import Run, configuration, launch
@@ -133,8 +134,10 @@ def named(args: argparse.Namespace) -> str:
     if path.exists() and not args.resume:
         raise ds_parity.ConfigError(f"{args.output} holds another run: give --resume to go on with it, or another one")
     dist.barrier()
-    if dist.get_rank() == 0 and not path.exists():
+    if dist.get_rank() == 0:
         args.output.mkdir(parents=True, exist_ok=True)
+    hold(args.output)
+    if dist.get_rank() == 0 and not path.exists():
         path.write_text(f"online-{uuid.uuid4().hex[:12]}")
     dist.barrier()
     return path.read_text()

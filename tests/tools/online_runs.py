@@ -55,7 +55,7 @@ class OnlineRun:
         self.processes = []
         for number in range(ranks):
             own = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
-            given = [f"--local_rank={number}", "--output", output, *SMALL, *map(str, options)]
+            given = [f"--local_rank={number}", "--output", str(output), *SMALL, *map(str, options)]
             self.processes.append(forking.Process(target=rank, args=(own, given, str(folder))))
             self.processes[-1].start()
 

@@ -1,20 +1,27 @@
 """The parts of train_online.py, without ranks: the queue's promises, the account, the task, the replay's loss."""
 
+import os
 import random
 import subprocess
+import sys
 import threading
 from collections import deque
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from online import task
 from online.account import Ledger, account, gaps, pushed_by
 from online.arrivals import Arrivals, micro_batch
+from online.held import _held_by
 from online.queues import QueueError, open_queue
 from online.replay import window_loss, windows
 from online.settled import expanded, ranges
 
 from ds_parity.losses import GroupRelativePolicy
+
+SCRIPTS = Path(__file__).parents[2] / "tools"
 
 
 @pytest.fixture(params=["folder", "redis"])
@@ -69,6 +76,15 @@ class TestQueue:
         assert opened().waiting() == ["a0.1-0", "a0.1-2", "a0.1-3"]
         assert opened().claimed() == {}
         assert opened().claim(0) == group(0)
+
+    @pytest.mark.parametrize("content", ['{"id": "a0.1-0", "vers', "[]", "{}"])
+    def test_a_file_that_is_no_whole_group_is_named(self, tmp_path, content):
+        queue = open_queue("folder", tmp_path / "queue", "a run")
+        queue.push(group(0))
+        (path,) = (tmp_path / "queue" / "waiting").iterdir()
+        path.write_text(content)
+        with pytest.raises(QueueError, match=r"claimed/1/.*a0\.1-0\.json is no whole group .*take the file away"):
+            queue.claim(1)
 
     def test_weights_are_replaced_and_read_once(self, opened):
         queue = opened()
@@ -335,3 +351,30 @@ class TestArrivals:
         engine, _, arrivals = self.arrivals(tmp_path)
         engine.window.index = 9
         assert list(arrivals) == []
+
+
+def test_an_account_of_a_folder_without_a_run_says_so(tmp_path):
+    command = [sys.executable, SCRIPTS / "online" / "account.py", "--output", tmp_path / "none"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == f"{tmp_path / 'none'} holds no run (it has no file 'run'): give --output the folder of one\n"
+
+
+def test_a_folder_is_held_until_its_process_ends(tmp_path):
+    """A child that outlives it holds nothing."""
+    code = "import subprocess, sys; from pathlib import Path; from online.held import _held_by; "
+    code += "print(_held_by(Path(sys.argv[1]))); subprocess.Popen(['sleep', '60']); print('held', flush=True); input()"
+    path, environment = tmp_path / "lock", os.environ | {"PYTHONPATH": f"{SCRIPTS}:{SCRIPTS.parent}"}
+    command = [sys.executable, "-c", code, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as first:
+        try:
+            assert [first.stdout.readline() for _ in range(2)] == ["None\n", "held\n"]
+            assert _held_by(path).startswith(f"its first rank is process {first.pid} on ")
+            child = psutil.Process(first.pid).children()[0]
+        finally:
+            first.kill()
+    first.wait()
+    try:
+        assert _held_by(path) is None
+    finally:
+        child.kill()

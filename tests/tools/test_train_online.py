@@ -69,6 +69,18 @@ def test_a_run_goes_on_with_fewer_ranks_and_with_more(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_second_run_in_the_folder_of_one_that_still_trains_is_refused(tmp_path):
+    """It would give back what the first one has claimed, and train on it, too."""
+    with OnlineRun(tmp_path / "first", "--steps", 1000) as run:
+        assert run.until(2), run.said()
+        with OnlineRun(tmp_path / "second", "--steps", 1000, "--resume", output=run.output) as second:
+            assert second.wait(100) not in (0, None), second.said()
+            assert "is of a run that still trains (its first rank is process " in second.said()
+            assert "Traceback" not in second.said()
+            assert run.until(run.steps() + 3), run.said()
+
+
+@pytest.mark.slow
 def test_in_step_with_its_actors_it_has_no_lag_and_is_replayed_by_plain_torch(tmp_path):
     options = ["--steps", STEPS, "--sync", "--record", "--actors", 2, "--norm", "rollout", "--level", 0.2]
     with OnlineRun(tmp_path, *options) as run:

@@ -224,8 +224,12 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("online_out"), help="folder of the run (%(default)s)")
     parser.add_argument("--queue", default="folder", help="as in the run (%(default)s)")
     args = parser.parse_args()
+    run = args.output / "run"
+    if not run.is_file():
+        print(f"{args.output} holds no run (it has no file 'run'): give --output the folder of one", file=sys.stderr)
+        return 2
     try:
-        queue = open_queue(args.queue, args.output / "queue", (args.output / "run").read_text())
+        queue = open_queue(args.queue, args.output / "queue", run.read_text())
     except QueueError as error:
         print(error, file=sys.stderr)
         queue = None

@@ -100,10 +100,19 @@ class Folder:
                 (self._waiting / name).rename(own)
             except FileNotFoundError:
                 continue
+            return self._read(own)
+        return None
+
+    def _read(self, own: Path) -> Group:
+        try:
             group: Group = json.loads(own.read_bytes())
             self._files[group["id"]] = own
-            return group
-        return None
+        except (ValueError, TypeError, KeyError) as error:
+            raise QueueError(
+                f"{own} is no whole group ({type(error).__name__}: {error}): whoever wrote it must write it beside its "
+                "place, and rename it; take the file away, and go on with --resume"
+            ) from error
+        return group
 
     def settle(self, rank: int, ids: Iterable[str]) -> None:
         """Delete the files."""

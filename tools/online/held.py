@@ -1,0 +1,51 @@
+"""One run at a time in a folder: a second one would give the first one's groups back, and train on them, too."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from io import TextIOWrapper
+from pathlib import Path
+
+import torch.distributed as dist
+
+import ds_parity
+
+_KEPT: list[TextIOWrapper] = []  # until the process ends, however it does
+
+
+def hold(folder: Path) -> None:
+    """Hold a folder as long as the first rank lives; all ranks call it.
+
+    The lock is one of POSIX, which no child of the process inherits. A file system without locks holds nothing.
+
+    Args:
+        folder: of the run, which is there.
+
+    Raises:
+        ds_parity.ConfigError: another run holds it; raised on all ranks.
+    """
+    said: list[str | None] = [_held_by(folder / "lock") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(said)
+    if said[0] is not None:
+        raise ds_parity.ConfigError(
+            f"{folder} is of a run that still trains ({said[0]}): stop it (SIGTERM has it save and end), or give "
+            "another --output"
+        )
+
+
+def _held_by(path: Path) -> str | None:
+    file = path.open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        return file.read() or "its first rank says no more"
+    except OSError:
+        return None
+    file.truncate(0)
+    file.write(f"its first rank is process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _KEPT.append(file)
+    return None
