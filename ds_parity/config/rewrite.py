@@ -189,13 +189,13 @@ class _Batch:
             elif key == STEPS and given != self.steps:
                 rule = f"contradicts {self._decides}: {self.steps_why}"
                 # accelerate writes 1 where the key is not there, so that leaving it out does not help there.
-                accelerate = (
+                of_loops = (
                     'with accelerate, which writes 1 for a missing key, write "auto"; with a loop that calls step() '
                     f'once for several backwards, write "boundary": "caller" in {SECTION} in place of {PASSES}; '
                     if given == 1
                     else ""
                 )
-                yield Fault(key, given, rule, accelerate + self._way_out_of_steps(given))
+                yield Fault(key, given, rule, of_loops + self._way_out_of_steps(given))
             elif key == BATCH:
                 yield from self._batch_faults(given)
 

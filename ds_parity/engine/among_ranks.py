@@ -182,18 +182,20 @@ class AmongRanks:
         return self._told_by_all(value, self._anywhere(LOADS))
 
     @contextmanager
-    def telling_of_load(self, doing: str = LOADED) -> Iterator[None]:
+    def telling_of_load(self, doing: str = LOADED, *, at_once: bool = False) -> Iterator[None]:
         """Tell the other ranks what a load raises: a file that is broken or missing may be one rank's alone.
 
         Args:
             doing: what they come for.
+            at_once: raise it here, and tell them once they have loaded. Mostly all raise alike: some seconds are left
+                for that, so that the next load finds nothing of this one.
         """
         try:
             yield
         except RankDesyncError:
             raise
         except Exception as error:
-            self.exchange.refuse(self._anywhere(doing), error)
+            self.exchange.refuse(self._anywhere(doing), error, most=_MOST_SECONDS if at_once else None)
             raise
 
     def say_loaded(self, value: Any, *, found: bool) -> list[Any]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
-from threading import Thread
 from typing import Any, Final
-
-import torch
 
 from ds_parity.engine import loading
 from ds_parity.engine.driver import Driver
@@ -50,15 +47,13 @@ from ds_parity.engine.kept_states import (
     saved_in_fp16,
 )
 from ds_parity.engine.members import MEMBERS, members, refuse_other_members
-from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
-from ds_parity.engine.ranks.hostsum import HostSum
-from ds_parity.engine.ranks.wire import ANYWHERE, LOADED, RESUMES, Place
+from ds_parity.engine.ranks.agreement import naming_lost_ranks
+from ds_parity.engine.ranks.wire import RESUMES
 from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, Saving, agreed, write
 from ds_parity.engine.unloadable import explained
-from ds_parity.errors import CheckpointError, RankDesyncError
+from ds_parity.errors import CheckpointError
 
 _LOG = logging.getLogger("ds_parity")
-_MOST_SECONDS: Final = 5.0
 _SETTINGS = ("count", "lr_progress")
 _GRAD_SCALER: Final = "grad_scaler"
 """Under this name of our state: that of the GradScaler of `torch_autocast` in fp16."""
@@ -176,7 +171,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     alone = not (gathers or options["custom_load_fn"])
     stepped, strict = _stepped(driver), options["load_module_strict"]
     with (
-        driver.telling_of_load() if alone else _telling_at_once(driver),
+        driver.telling_of_load(at_once=not alone),
         explained(driver, load_dir, tag),
         naming_lost_ranks("load_checkpoint()"),
         of_this_optimizer(engine, load_dir),
@@ -199,34 +194,6 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
 def _stepped(driver: Driver) -> list[Any]:
     """The model's parameters that the optimizer steps."""
     return list(chain.from_iterable(driver.adapter.groups()))
-
-
-@contextmanager
-def _telling_at_once(driver: Driver) -> Iterator[None]:
-    """Tell the other ranks what a load raises, once they have loaded, and raise it here without waiting for them."""
-    try:
-        yield
-    except RankDesyncError:
-        raise
-    except Exception as error:
-        if driver.over is not None:
-            _announce(driver.over, Place(LOADED, ANYWHERE, error=in_short(error)))
-        raise
-
-
-def _announce(over: HostSum, place: Place) -> None:
-    with suppress(RuntimeError, RankDesyncError):
-        running = over.start(torch.zeros(0, dtype=torch.int64, device="cpu"), place)
-        running.proceed()
-
-        def settle() -> None:
-            with suppress(RuntimeError, RankDesyncError):
-                running.wait()
-
-        waiting = Thread(target=settle, name="ds_parity tells of a load", daemon=True)
-        waiting.start()
-        # Mostly all raise alike, and the next load is to find nothing left of this one.
-        waiting.join(_MOST_SECONDS)
 
 
 @contextmanager

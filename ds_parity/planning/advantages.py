@@ -41,7 +41,7 @@ def group_advantages(prompt_ids: Iterable[Hashable], rewards: Iterable[float], *
             apart than a number can say, a prompt can be no key, or one is given as a text and as a number.
     """
     prompts, earnings = prompts_and_rewards(prompt_ids, rewards)
-    refuse_two_kinds("prompt ids", prompts)
+    refuse_two_kinds(prompts)
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         groups[prompt].append(index)

@@ -65,7 +65,7 @@ def listed(rollouts: Iterable[Any]) -> list[Unit]:
     units = by_value(units)
     for name in ("prompt_id", "rollout_id"):
         _check_keys(name, [getattr(unit, name) for unit in units])
-    refuse_two_kinds("prompt ids", (unit.prompt_id for unit in units))
+    refuse_two_kinds(unit.prompt_id for unit in units)
     return units
 
 

@@ -42,23 +42,22 @@ def refuse_what_is_no_key(said: str, key: Any) -> None:
         raise ConfigError(f"{said}, which is not equal to itself: no two rollouts would be of one prompt; number them")
 
 
-def refuse_two_kinds(said: str, keys: Iterable[Any]) -> None:
-    """Raise ConfigError where one id comes as a text and as a number: it would be two prompts.
+def refuse_two_kinds(prompt_ids: Iterable[Any]) -> None:
+    """Raise ConfigError where one id of a prompt comes as a text and as a number: it would be two prompts.
 
     Ranks that read their ids from files of other kinds (a JSON's keys are texts) give one so.
 
     Args:
-        said: what the ids are of ("prompt ids").
-        keys: the ids, `plain`.
+        prompt_ids: all of them, `plain`.
     """
-    known = set(keys)
+    known = set(prompt_ids)
     texts = {key for key in known if isinstance(key, str)}
     if len(texts) in (0, len(known)):
         return
     for key in known:
         if key is not None and not isinstance(key, str) and str(key) in texts:
             raise ConfigError(
-                f"{said} are {key!r} ({type(key).__name__}) and {str(key)!r} (a text), which are two, though they "
+                f"prompt ids are {key!r} ({type(key).__name__}) and {str(key)!r} (a text), which are two, though they "
                 "read alike: give all of them as one kind, on every rank"
             )
 

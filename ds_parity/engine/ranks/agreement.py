@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -296,10 +297,8 @@ def naming_lost_ranks_of_torch(where: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        last = error.__traceback__
-        while last is not None and last.tb_next is not None:
-            last = last.tb_next
-        if last is None or not last.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+        *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
+        if not raised_in.f_globals.get("__name__", "").startswith("torch.distributed"):
             raise
         with naming_lost_ranks(where):
             raise

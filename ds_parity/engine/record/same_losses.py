@@ -31,14 +31,13 @@ class SameLosses:
     def __init__(self, ranks: int, *, parted: bool, group: Any, device: torch.device) -> None:
         self._ranks, self._parted, self._group, self._told = ranks, parted, group, False
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
-        self._digest = self._moves = self._zero
-        self._first: torch.Tensor | None = None
-        self._seen: list[torch.Tensor] = []
+        self.begin()
 
     def begin(self) -> None:
         """Look at the next windows anew."""
-        self._digest, self._first, self._moves = self._zero, None, self._zero
-        self._seen.clear()
+        self._digest = self._moves = self._zero
+        self._first: torch.Tensor | None = None
+        self._seen: list[torch.Tensor] = []
 
     def look(self, loss: torch.Tensor) -> None:
         """Look at a loss of the open window, without waiting for the device.
