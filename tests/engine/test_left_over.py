@@ -1,6 +1,7 @@
 """Files that a save removes: of ranks that it has not, and of nobody else."""
 
 import os
+import time
 
 import psutil
 import pytest
@@ -151,3 +152,18 @@ def test_files_of_an_earlier_process_are_removed_by_one_that_was_forked_behind_t
         os._exit(int(removed_from(tmp_path, WRITTEN) != []))
     assert os.waitpid(child, 0)[1] == 0
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(WRITTEN)
+
+
+@pytest.mark.parametrize("behind", [3600, -3600])
+def test_the_age_of_files_goes_by_the_clock_of_their_file_system(tmp_path, monkeypatch, behind):
+    """A file server's clock is another one's than the host's, by which a process knows when it began."""
+    began = psutil.Process().create_time()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: began + behind)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + behind)
+    fresh, old = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    for one in [*WHOLE, fresh, old]:
+        (tmp_path / one).touch()
+    os.utime(tmp_path / old, (began - 10,) * 2)
+    assert removed_from(tmp_path, WHOLE) == [fresh]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*WHOLE, fresh])
