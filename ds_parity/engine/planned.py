@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ds_parity.engine.ranks.exchange import WRONG_PLAN
 from ds_parity.errors import ConfigError, RankDesyncError
-from ds_parity.planning.plans import STREAMS, Begun, Numbers
+from ds_parity.planning.plans import NOTHING_GONE, STREAMS, Begun, Gone, Numbers
 
 _KEPT: Final = 256
 _KNOWN: Final = 4096  # far above those that are kept: a rank may be behind others
@@ -83,16 +83,15 @@ class PlansRead:
     """The plans that a rank takes its micro-batches from.
 
     Args:
-        earlier: how many streams of each plan engines had read to their ends before this one was built; None: until
-            now. Nothing of them was left for this engine.
+        earlier: the streams that engines had read to their ends before this one was built; None: until now.
 
     Attributes:
-        earlier: likewise.
+        earlier: those of which nothing was left for this engine: none where the loop keeps their micro-batches.
         begun: numbers of the plans of which the other ranks have heard, the last 256, as they began.
         untold: those of which they have not.
     """
 
-    def __init__(self, earlier: Numbers | None = None) -> None:
+    def __init__(self, earlier: Gone | None = None) -> None:
         self.earlier = STREAMS.read_to_the_end() if earlier is None else earlier
         self.begun: deque[int] = deque(maxlen=_KEPT)
         self.untold: list[int] = []
@@ -128,6 +127,9 @@ class PlansRead:
                     self._passed.add(passed)
 
     def _begin(self, it: Begun) -> None:
+        # The loop keeps what an earlier engine has read (to replay it), and may leave out any of it here.
+        if it.stream in self.earlier.streams:
+            self.earlier = NOTHING_GONE
         self._streams.add(it.stream)
         self._times.add(it.plan)
         self.untold.append(it.plan)
@@ -164,7 +166,7 @@ class PlansRead:
 
     def _may_have(self, plan: int, times: int) -> bool:
         # Of a stream that was begun before, or by another engine of now, all may have been left out.
-        elsewhere = STREAMS.begun.times(plan) - self._here.times(plan) - self.earlier.times(plan)
+        elsewhere = STREAMS.begun.times(plan) - self._here.times(plan) - self.earlier.plans.times(plan)
         left_out = plan in self._passed or elsewhere > 0
         return left_out or self._times.times(plan) >= times
 

@@ -78,6 +78,18 @@ class Begun(NamedTuple):
     empty: bool = False
 
 
+class Gone(NamedTuple):
+    """What engines have read to its end.
+
+    Attributes:
+        plans: numbers of plans, and how many streams of each.
+        streams: tell these streams from all others.
+    """
+
+    plans: Numbers
+    streams: Numbers
+
+
 class Streams:
     """Of which plans this process has begun a stream of micro-batches.
 
@@ -132,9 +144,9 @@ class Streams:
             self._counted.add(stream)
             self._read.add(plan)
 
-    def read_to_the_end(self) -> Numbers:
-        """Return how many streams of each plan engines have read, none while one of them may go on in another."""
-        return Numbers(_KNOWN) if self._open else self._read.copy()
+    def read_to_the_end(self) -> Gone:
+        """Return what engines have read, nothing while one of the streams may go on in another engine."""
+        return NOTHING_GONE if self._open else Gone(self._read.copy(), self._counted.copy())
 
     @contextmanager
     def heard(self) -> Iterator[list[Begun]]:
@@ -147,6 +159,8 @@ class Streams:
         finally:
             listeners.pop()
 
+
+NOTHING_GONE: Final = Gone(Numbers(1), Numbers(1))
 
 STREAMS: Final = Streams()
 """Those of `micro_batches`."""

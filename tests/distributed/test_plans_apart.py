@@ -325,6 +325,18 @@ def _another_plan_in_a_new_engine(folder):
     return [refusal(lambda: _trained(engine, _own(_turned(rollouts[:16], differ=True)))), engine.global_steps]
 
 
+def _replayed_in_a_new_engine(folder):
+    """The loop keeps what one engine has read; in the next one, each rank replays another plan of that."""
+    rollouts, kept = _rollouts(), [[], [], []]
+    first = _built(2)
+    for number, start in enumerate((0, 8, 16)):
+        for batch in first.passes(_own(rollouts[start : start + 8])):
+            kept[number].append(batch)
+            one_pass(first, 1)
+    engine = _built(2)
+    return [refusal(lambda: _trained(engine, kept[dist.get_rank()] + kept[2])), engine.global_steps]
+
+
 def _goes_on_in_a_new_engine(folder):
     """Each window has an engine of its own, and the stream goes on, up to the last but some."""
     stream, steps = _few(_rollouts()), 0
@@ -466,6 +478,7 @@ def plans_between_loops(folder):
         _thrown_away_by_a_load,
         _another_epoch,
         _another_plan_in_a_new_engine,
+        _replayed_in_a_new_engine,
         _goes_on_in_a_new_engine,
         _the_same_epochs,
         _goes_on_behind_a_load,
@@ -504,6 +517,7 @@ def test_a_refused_window_takes_no_second_step(two_ranks):
         ("_the_same_epochs", 6),
         ("_goes_on_behind_a_load", 10),
         ("_goes_on_in_another_engine", 6),
+        ("_replayed_in_a_new_engine", 2),
         ("_goes_on_in_a_new_engine", 5),
         ("_looked_at_inside", 2),
         ("_made_by_a_worker", 300),
