@@ -187,3 +187,16 @@ def test_one_prompt_as_a_number_and_as_a_text_is_refused(one, other):
 
 def test_numbers_and_texts_that_read_otherwise_may_stand_side_by_side():
     assert group_advantages([1, 1, "a", None], [1, 2, 3, 4]) == [-1, 1, 0, 0]
+
+
+class _Unspoken:
+    """A key without a text."""
+
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("other", [True, b"a", (1,) * 9, (True,), _Unspoken()])
+def test_keys_of_other_kinds_are_not_read_as_texts(other):
+    text = "a" if isinstance(other, _Unspoken) else str(other)
+    assert group_advantages([other, other, text], [1, 2, 3]) == [-1, 1, 0]
