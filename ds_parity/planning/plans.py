@@ -127,16 +127,15 @@ class Streams:
 
     def reads(self, plan: int, stream: int) -> None:
         """Take note that an engine reads a stream, which may have ended: a thread reads ahead."""
-        if stream not in self._ended:
-            self._open.add(stream)
-        else:
-            self._count(plan, stream)
+        self._open.add(stream)
+        if stream in self._ended:  # asked behind it: a thread may end it meanwhile
+            self.end(plan, stream)
 
     def end(self, plan: int, stream: int) -> None:
         """Take note that a stream has ended, or that nobody holds it."""
         self._ended.add(stream)
         if stream in self._open:
-            self._open.remove(stream)
+            self._open.discard(stream)
             self._count(plan, stream)
 
     def _count(self, plan: int, stream: int) -> None:

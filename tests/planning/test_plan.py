@@ -247,14 +247,14 @@ def test_a_stream_that_engines_have_read_counts_once_and_none_does_while_one_is_
     streams = Streams()
     first, second = (streams.begin(5, 2, empty=False) for _ in range(2))
     streams.reads(5, first)
-    assert streams.read_to_the_end().times(5) == 0
+    assert streams.read_to_the_end().plans.times(5) == 0
     streams.end(5, first)
     for _ in range(2):  # engines that read what has ended, or was read ahead
         streams.reads(5, first)
-    assert streams.read_to_the_end().times(5) == 1
+    assert streams.read_to_the_end().plans.times(5) == 1
     streams.end(5, second)
-    assert streams.read_to_the_end().times(5) == 1, "no engine has read it"
+    assert streams.read_to_the_end().plans.times(5) == 1, "no engine has read it"
     streams.reads(5, second)
-    assert streams.read_to_the_end().times(5) == 2
+    assert streams.read_to_the_end().plans.times(5) == 2
     streams.reads(7, streams.begin(7, 2, empty=False))
-    assert streams.read_to_the_end().times(5) == 0
+    assert streams.read_to_the_end().plans.times(5) == 0
