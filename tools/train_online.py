@@ -21,6 +21,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from bounded import bounded
 from draw_online import of_run
 from online import task
 from online.account import Ledger, account
@@ -42,20 +43,35 @@ def more(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this script."""
     add = parser.add_argument
     add("--queue", default="folder", help="folder: a queue that needs no server; or redis://HOST:PORT (%(default)s)")
-    add("--actors", type=int, default=1, help="processes that sample (%(default)s)")
-    add("--group", type=int, default=8, help="rollouts of one prompt (%(default)s)")
-    add("--batch", type=int, default=16, help="prompts that an actor samples at once (%(default)s)")
-    add("--micro_batch", type=int, default=16, help="rollouts in a micro-batch at most (%(default)s)")
-    add("--largest", type=int, default=9, help="greatest number in a problem (%(default)s)")
-    add("--level", type=float, default=0.25, help="mean reward at which the supervised warm-up ends (%(default)s)")
-    add("--max_lag", type=int, default=8, help="windows that a rollout may be old (%(default)s)")
-    add("--old", choices=["drop", "clip"], default="drop", help="older ones: leave out, or bound their ratios")
-    add("--room", type=int, default=16, help="groups that may wait in the queue (%(default)s)")
+    add("--actors", type=bounded(int, 1), default=1, help="processes that sample (%(default)s)")
+    add("--group", type=bounded(int, 1), default=8, help="rollouts of one prompt (%(default)s)")
+    add("--batch", type=bounded(int, 1), default=16, help="prompts that an actor samples at once (%(default)s)")
+    add("--micro_batch", type=bounded(int, 1), default=16, help="rollouts in a micro-batch at most (%(default)s)")
+    add("--largest", type=bounded(int, 0, task.LARGEST), default=9, help="greatest number in a problem (%(default)s)")
     add(
-        "--rest", type=float, default=0.0, help="seconds that an actor rests behind a batch: a slower one (%(default)s)"
+        "--level",
+        type=bounded(float, 0, 1),
+        default=0.25,
+        help="mean reward at which the supervised warm-up ends (%(default)s)",
     )
-    add("--wait", type=float, default=0.05, help="seconds until a rank without data runs an idle pass (%(default)s)")
-    add("--patience", type=float, default=60, help="seconds until a run without rollouts ends (%(default)s)")
+    add("--max_lag", type=bounded(int, 0), default=8, help="windows that a rollout may be old (%(default)s)")
+    add("--old", choices=["drop", "clip"], default="drop", help="older ones: leave out, or bound their ratios")
+    add("--room", type=bounded(int, 1), default=16, help="groups that may wait in the queue (%(default)s)")
+    add(
+        "--rest",
+        type=bounded(float, 0),
+        default=0.0,
+        help="seconds that an actor rests behind a batch: a slower one (%(default)s)",
+    )
+    add(
+        "--wait",
+        type=bounded(float, 0),
+        default=0.05,
+        help="seconds until a rank without data runs an idle pass (%(default)s)",
+    )
+    add(
+        "--patience", type=bounded(float, 1), default=60, help="seconds until a run without rollouts ends (%(default)s)"
+    )
     add("--clip_low", type=float, default=0.2, help="of the ratio (%(default)s)")
     add("--clip_high", type=float, default=0.28, help="of the ratio (%(default)s)")
     add("--ratio_cap", type=float, default=4.0, help="greatest ratio with --old clip (%(default)s)")
@@ -75,6 +91,8 @@ def main(args: argparse.Namespace, kind: Callable[..., Online] | None = None) ->
     deepspeed.init_distributed()
     run = named(args)
     queue = open_queue(args.queue, args.output / "queue", run)
+    if args.sync and dist.get_rank() == 0:
+        queue.withdraw()  # a run that goes on may have lost the weights that sample now
     # They take seconds to start, and wait for weights then.
     actors = Actors(args, run, shares(target // args.group, args)) if dist.get_rank() == 0 else None
     try:
@@ -134,8 +152,6 @@ def named(args: argparse.Namespace) -> str:
     if path.exists() and not args.resume:
         raise ds_parity.ConfigError(f"{args.output} holds another run: give --resume to go on with it, or another one")
     dist.barrier()
-    if dist.get_rank() == 0:
-        args.output.mkdir(parents=True, exist_ok=True)
     hold(args.output)
     if dist.get_rank() == 0 and not path.exists():
         path.write_text(f"online-{uuid.uuid4().hex[:12]}")
@@ -181,7 +197,7 @@ class Online:
         self.ledger = Ledger(args.output, self.rank, keep=args.record)
         self.settled = Settled(queue, self.ledger, self.rank)
         self.run = Run(engine, args, self.settled.state, self.settled.saved)
-        self.settled.resume(self.run.kept, engine.window.index, resumed=args.resume)
+        self.settled.resume(self.run.kept, engine.window.index, resumed=args.resume, in_step=args.sync)
         self.reference: GroupRelativePolicy | None = None
         quota = engine.window.target // engine.dp_world_size if args.quota else None
         self._patience = Patience(args.patience)
@@ -254,7 +270,7 @@ class Online:
                 self.queue.publish(self.engine.window.index, content.getvalue())
 
     def _watch(self) -> None:
-        self._patience.check()
+        self._patience.check(self.arrivals.dropped)
         if self.actors is not None:
             self.actors.check()
 

@@ -16,6 +16,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from bounded import bounded
+from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
@@ -40,14 +42,23 @@ def arguments(description: str, more: Callable[[argparse.ArgumentParser], None] 
     parser.add_argument(
         "--rollouts", type=Path, help="JSON lines: prompt, completion, reward (default: GSM8K, bundled)"
     )
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps in all (%(default)s)")
-    parser.add_argument("--max_tokens", type=int, default=4096, help="tokens in a micro-batch (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, the data's order and dropout (%(default)s)")
+    parser.add_argument("--steps", type=bounded(int, 1), default=40, help="optimizer steps in all (%(default)s)")
+    parser.add_argument(
+        "--max_tokens", type=bounded(int, 1), default=4096, help="tokens in a micro-batch (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=bounded(int, 0, 2**63 - 1),
+        default=0,
+        help="of the model, the data's order and dropout (%(default)s)",
+    )
     parser.add_argument(
         "--output", type=Path, default=Path("train_out"), help="trace, checkpoints, monitor (%(default)s)"
     )
-    parser.add_argument("--save_every", type=int, default=10, help="steps from checkpoint to checkpoint (%(default)s)")
-    parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep (%(default)s)")
+    parser.add_argument(
+        "--save_every", type=bounded(int, 1), default=10, help="steps from checkpoint to checkpoint (%(default)s)"
+    )
+    parser.add_argument("--keep", type=bounded(int, 1), default=2, help="checkpoints to keep (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, where there is one")
     parser.add_argument("--monitor", choices=["none", *MONITORS], default="none", help="of DeepSpeed (%(default)s)")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
@@ -55,9 +66,6 @@ def arguments(description: str, more: Callable[[argparse.ArgumentParser], None] 
     if more is not None:
         more(parser)
     args = parser.parse_args()
-    for name in ("steps", "max_tokens", "save_every", "keep"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} is {getattr(args, name)}: it must be at least 1")
     if args.deepspeed_config is None:
         parser.error("--deepspeed_config is missing: give a DeepSpeed JSON, such as ds_configs/zero2_bf16.json")
     return args
@@ -184,7 +192,8 @@ class Run:
     def _seed_step(self) -> None:
         # DeepSpeed's checkpoints keep the random state of the first rank alone. So dropout is seeded for every step by
         # its number and the rank: a resumed run draws what a run that was never killed would have drawn.
-        torch.manual_seed((self.args.seed << 40) + (self.engine.window.index << 16) + dist.get_rank())
+        drawn_by = (self.args.seed << 40) + (self.engine.window.index << 16) + dist.get_rank()
+        torch.manual_seed(drawn_by % 2**63)  # of a seed such as a date it has more bits than torch takes
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self.engine.stop()
@@ -238,6 +247,8 @@ def launch(
     """Run a rank's `main`; bad input ends in a message and code 2."""
     args = arguments(description, more)
     sys.path.append(str(Path.cwd()))
+    # Before the first collective: NCCL's ranks would meet on one device.
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
         main(args)
     except ds_parity.ConfigError as error:

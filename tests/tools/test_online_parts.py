@@ -1,23 +1,27 @@
 """The parts of train_online.py, without ranks: the queue's promises, the account, the task, the replay's loss."""
 
+import io
 import os
 import random
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from collections import deque
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from online import task
-from online.account import Ledger, account, gaps, pushed_by
-from online.arrivals import Arrivals, micro_batch
-from online.held import _held_by
+from online.account import Ledger, account, gaps
+from online.actor import Actor
+from online.arrivals import Arrivals, Patience, micro_batch
+from online.held import _why_not
 from online.queues import QueueError, open_queue
 from online.replay import window_loss, windows
-from online.settled import expanded, ranges
+from online.settled import Settled, expanded, ranges
 
 from ds_parity.losses import GroupRelativePolicy
 
@@ -29,6 +33,14 @@ def opened(request, tmp_path):
     """Opens one queue, again and again, as processes do."""
     address = "folder" if request.param == "folder" else request.getfixturevalue("redis_server")
     return lambda: open_queue(address, tmp_path / "queue", "a run")
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/met", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def group(number, actor="a0.1", version=0):
@@ -94,6 +106,27 @@ class TestQueue:
         assert opened().newest(3) is None
         opened().publish(0, b"older, of a run that was resumed")
         assert queue.newest(3) == (0, b"older, of a run that was resumed")
+
+    def test_weights_that_are_withdrawn_are_gone_until_the_next(self, opened):
+        queue = opened()
+        queue.withdraw()
+        queue.publish(3, b"three")
+        opened().withdraw()
+        assert queue.newest(-1) is None
+        opened().publish(3, b"three again")
+        assert queue.newest(-1) == (3, b"three again")
+
+    def test_it_knows_which_weights_have_sampled_what_is_not_settled(self, opened):
+        queue = opened()
+        for number, version in enumerate((2, 3, 3, 4)):
+            queue.push(group(number, version=version))
+        queue.push(group(0, actor="a0.2", version=4))
+        queue.push(group(0, actor="a00.1", version=4))
+        for rank in (0, 1, 0):
+            queue.claim(rank)
+        queue.settle(1, ["a0.1-1"])
+        assert sorted(opened().versions("a0")) == [2, 3, 4, 4]
+        assert opened().versions("a1") == []
 
     def test_another_run_on_the_same_server_sees_nothing_of_it(self, redis_server, tmp_path):
         open_queue(redis_server, tmp_path, "one").push(group(0))
@@ -191,17 +224,12 @@ class TestAccount:
     def test_numbers_that_must_have_been_are_missed(self):
         assert gaps(["a0.1-0", "a0.1-3", "a1.1-1"]) == {"a0.1-1", "a0.1-2", "a1.1-0"}
 
-    def test_an_actor_knows_what_its_lives_have_pushed(self, made):
-        assert pushed_by(made[0] / "actors", "a0") == {0: 4, 1: 4, 2: 2}
-
     @pytest.mark.parametrize("cut", ["1", "11", "11 ", "11 3"])
-    def test_a_line_that_is_cut_in_an_actors_log_is_said_and_its_group_counts_as_pushed(self, made, capsys, cut):
+    def test_a_line_that_is_cut_in_an_actors_log_counts_as_pushed(self, made, cut):
         folder, queue, _ = made
         queue.push(group(10))
         with (folder / "actors" / "a0.1.log").open("a") as file:
             file.write("10 2\n" + cut)
-        assert pushed_by(folder / "actors", "a0") == {0: 4, 1: 4, 2: 3}
-        assert f"a0.1.log: the last line is cut ('{cut}')" in capsys.readouterr().err
         assert account(folder, queue).lost == {"a0.1-11"}, "the queue of this test does not have it"
 
     def test_what_waits_though_it_is_in_the_weights_is_said(self, made):
@@ -299,11 +327,9 @@ class Engine:
 
 class TestArrivals:
     def arrivals(self, tmp_path, **changed):
-        from argparse import Namespace
-
-        usual = {"steps": 9, "micro_batch": 4, "group": 2, "wait": 0.01, "max_lag": 2, "old": "drop"}
+        usual = {"steps": 9, "micro_batch": 4, "group": 2, "wait": 0.01, "max_lag": 2, "old": "drop", "sync": False}
         queue, ledger, engine = open_queue("folder", tmp_path / "queue", "a run"), Ledger(tmp_path, 0), Engine()
-        more = {name: changed.pop(name) for name in ("quota", "contained") if name in changed}
+        more = {name: changed.pop(name) for name in ("quota", "contained", "watch") if name in changed}
         return engine, queue, Arrivals(queue, ledger, Namespace(**{**usual, **changed}), 0, engine, **more)
 
     def test_a_micro_batch_is_what_has_arrived_and_a_rank_without_is_idle(self, tmp_path):
@@ -331,6 +357,18 @@ class TestArrivals:
         assert next(iter(arrivals)).held[0].lag == 5
         assert arrivals.over == 1
 
+    @pytest.mark.parametrize("old", ["drop", "clip"])
+    def test_in_step_with_its_actors_nothing_is_as_old_as_one_window(self, tmp_path, old):
+        engine, queue, arrivals = self.arrivals(tmp_path, sync=True, old=old)
+        engine.window.index = 5
+        for number, version in enumerate((4, 6, 5)):
+            queue.push(group(number, version=version))
+        assert {one.prompt_id for one in next(iter(arrivals)).held} == {"a0.1-2"}
+        assert account(tmp_path, queue).dropped == {"a0.1-0", "a0.1-1"}
+        assert arrivals.dropped == 2
+        with pytest.raises(QueueError, match=r"no rollout has arrived for 0 s.*; 2 groups were dropped by their lag"):
+            Patience(0).check(arrivals.dropped)
+
     def test_what_is_in_the_weights_is_not_trained_on_again_wherever_it_comes_from(self, tmp_path):
         _, queue, arrivals = self.arrivals(tmp_path, contained={"a0.1-0"})
         for number in range(2):
@@ -339,11 +377,15 @@ class TestArrivals:
         assert queue.claimed().keys() == {"a0.1-1"}
 
     def test_a_quota_ends_with_its_window(self, tmp_path):
-        engine, queue, arrivals = self.arrivals(tmp_path, quota=6)
+        watched = []
+        engine, queue, arrivals = self.arrivals(tmp_path, quota=6, watch=lambda: watched.append(1))
         for number in range(6):
             queue.push(group(number))
         stream = iter(arrivals)
-        assert [next(stream).rollouts for _ in range(3)] == [4, 2, 0]
+        assert [next(stream).rollouts for _ in range(2)] == [4, 2]
+        assert not watched
+        assert next(stream).idle
+        assert watched, "another rank may wait for an actor that is gone"
         engine.window.index = 1
         assert next(stream).rollouts == 4
 
@@ -351,6 +393,71 @@ class TestArrivals:
         engine, _, arrivals = self.arrivals(tmp_path)
         engine.window.index = 9
         assert list(arrivals) == []
+
+
+class TestInStep:
+    """Each window is trained on what its own weights have sampled, behind a kill, too."""
+
+    def actor(self, tmp_path, queue, name):
+        given = {"seed": 0, "group": 2, "batch": 8, "largest": 9, "room": 1, "each": 4, "rest": 0.0, "parent": None}
+        return Actor(Namespace(output=tmp_path, name=name, **given), queue)
+
+    def weights(self):
+        content = io.BytesIO()
+        torch.save(task.build(0).state_dict(), content)
+        return content.getvalue()
+
+    def wanted(self, actor):
+        actor._take_weights()
+        return actor._wanted()
+
+    def test_an_actor_samples_what_its_lives_have_not(self, tmp_path, opened):
+        queue, weights = opened(), self.weights()
+        first = self.actor(tmp_path, queue, "a0.1")
+        assert self.wanted(first) == 0
+        queue.publish(0, weights)
+        assert self.wanted(first) == 4
+        for one in first._groups(3):
+            first._push(one)
+        assert self.wanted(first) == 1
+        queue.claim(0)
+        # It was killed before it had written down its last.
+        second = self.actor(tmp_path, queue, "a0.2")
+        assert self.wanted(second) == 1
+        for version in (1, 2):
+            queue.publish(version, weights)
+            assert self.wanted(second) == 4
+        for one in second._groups(4):
+            second._push(one)
+        assert self.wanted(second) == 0
+        # Back to other weights, of which one group is left; and to some of which a group was taken away.
+        queue.withdraw()
+        queue.publish(0, weights)
+        queue.settle(0, ["a0.1-0"])
+        queue.claim(1)
+        queue.settle(1, ["a0.1-1"])
+        assert self.wanted(second) == 3
+
+    def test_what_lost_weights_have_sampled_is_dropped_where_a_run_goes_on(self, tmp_path, opened, alone):
+        queue, ledger = opened(), Ledger(tmp_path, 0)
+        for number, version in enumerate((4, 5, 5, 6, 5, 6)):
+            queue.push(group(number, version=version))
+        for rank in (0, 1, 0, 1):
+            queue.claim(rank)
+        settled = Settled(queue, ledger, 0)
+        settled.resume({"stepped": {"a0.1": [[0, 0]]}}, 5, resumed=True, in_step=True)
+        assert opened().waiting() == ["a0.1-1", "a0.1-2", "a0.1-4"]
+        assert opened().claimed() == {}
+        assert account(tmp_path, queue).dropped == {"a0.1-3", "a0.1-5"}
+        assert opened().versions("a0") == [5, 5, 5]
+
+    def test_and_kept_where_it_does_not_sample_in_step(self, tmp_path, opened, alone):
+        queue, ledger = opened(), Ledger(tmp_path, 0)
+        for number, version in enumerate((4, 5, 6)):
+            queue.push(group(number, version=version))
+        queue.claim(1)
+        Settled(queue, ledger, 0).resume({}, 5, resumed=True, in_step=False)
+        assert opened().waiting() == ["a0.1-0", "a0.1-1", "a0.1-2"]
 
 
 def test_an_account_of_a_folder_without_a_run_says_so(tmp_path):
@@ -362,19 +469,28 @@ def test_an_account_of_a_folder_without_a_run_says_so(tmp_path):
 
 def test_a_folder_is_held_until_its_process_ends(tmp_path):
     """A child that outlives it holds nothing."""
-    code = "import subprocess, sys; from pathlib import Path; from online.held import _held_by; "
-    code += "print(_held_by(Path(sys.argv[1]))); subprocess.Popen(['sleep', '60']); print('held', flush=True); input()"
+    code = "import subprocess, sys; from pathlib import Path; from online.held import _why_not; "
+    code += "print(_why_not(Path(sys.argv[1]))); subprocess.Popen(['sleep', '60']); print('held', flush=True); input()"
     path, environment = tmp_path / "lock", os.environ | {"PYTHONPATH": f"{SCRIPTS}:{SCRIPTS.parent}"}
     command = [sys.executable, "-c", code, path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as first:
         try:
             assert [first.stdout.readline() for _ in range(2)] == ["None\n", "held\n"]
-            assert _held_by(path).startswith(f"its first rank is process {first.pid} on ")
+            assert f"still trains (its first rank is process {first.pid} on " in _why_not(path)
             child = psutil.Process(first.pid).children()[0]
         finally:
             first.kill()
     first.wait()
     try:
-        assert _held_by(path) is None
+        assert _why_not(path) is None
     finally:
         child.kill()
+
+
+def test_a_folder_in_which_nothing_can_be_kept_is_named(tmp_path):
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "file").touch()
+    assert _why_not(tmp_path / "lock") == (
+        "can't be held for this run: lock: Is a directory; give a folder of your own as --output"
+    )
+    assert _why_not(tmp_path / "file" / "lock").startswith("can't be held for this run: lock: ")

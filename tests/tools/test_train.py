@@ -56,7 +56,7 @@ def broken(tmp_path_factory):
         (["--deepspeed_config", "prompts.json"], "leave ds_parity.count at 'rollout'"),
         ([*CONFIG, "--rollouts", "none.jsonl"], "none.jsonl"),
         ([*CONFIG, "--model", "nowhere:build"], "'nowhere:build' does not name a function"),
-        ([*CONFIG, "--steps", "0"], "--steps is 0"),
+        ([*CONFIG, "--steps", "0"], "--steps: it is 0, and must be at least 1"),
     ],
 )
 def test_bad_input_is_a_message_and_code_2(tmp_path, monkeypatch, capsys, options, says):

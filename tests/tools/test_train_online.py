@@ -92,6 +92,24 @@ def test_in_step_with_its_actors_it_has_no_lag_and_is_replayed_by_plain_torch(tm
     replayed(run, "--norm", "rollout")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", [8, 16])
+def test_in_step_with_its_actors_it_goes_on_behind_kills_with_whole_windows_of_its_own(tmp_path, micro_batch):
+    """What lost weights have sampled is not trained on, and what they had sampled comes anew."""
+    options = ["--sync", "--record", "--actors", 2, "--save_every", 3, "--micro_batch", micro_batch, "--patience", 20]
+    for until in (2, 5, 8):
+        with OnlineRun(tmp_path, "--steps", 1000, "--resume", *options) as run:
+            assert run.until(until), run.said()
+            run.processes[until % 2].kill()
+            run.wait(60)
+    with OnlineRun(tmp_path, "--steps", STEPS, "--resume", *options) as run:
+        assert run.wait(200) == 0, run.said()
+    found, steps = accounted(run), read_trace(run.trace).steps
+    assert (found.lost, found.twice, found.again, found.claimed) == (set(), set(), set(), set())
+    assert [(one.step, one.rollouts, one.metrics["lag"]) for one in steps] == [(n, 16, 0.0) for n in range(1, STEPS + 1)]
+    assert found.dropped, "nothing was lost: no kill was behind what a checkpoint contains"
+
+
 def replayed(run, *options):
     """Replay a run, and compare."""
     given = ["--output", run.output, "--deepspeed_config", run.folder / "small.json", *options]
@@ -111,7 +129,13 @@ def replayed(run, *options):
     [
         (["--group", "7"], "--group 7: the target of 128 rollouts must be a multiple of it"),
         (["--group", "64"], "--micro_batch 16 no less: groups are not split"),
-        (["--steps", "0"], "--steps is 0"),
+        (["--steps", "0"], "--steps: it is 0, and must be at least 1"),
+        (["--group", "0"], "--group: it is 0, and must be at least 1"),
+        (["--max_lag", "-1"], "--max_lag: it is -1, and must be at least 0"),
+        (["--largest", "1000"], "--largest: it is 1000, and must be from 0 to 499"),
+        (["--rest", "nan"], "--rest: it is nan, and must be at least 0"),
+        (["--room", "few"], "--room: invalid int value: 'few'"),
+        (["--seed", str(2**70)], f"--seed: it is {2**70}, and must be from 0 to "),
     ],
 )
 def test_bad_input_is_a_message_and_code_2(tmp_path, monkeypatch, capsys, options, says):

@@ -174,31 +174,8 @@ def ledger_of(path: Path, key: str = "stepped") -> tuple[dict[int, list[Any]], s
 def pushed(folder: Path) -> Iterator[str]:
     """Yield the id of each group that actors say they have pushed."""
     for path in sorted(folder.glob("*.log")):
-        versions, cut = _pushes(path)
-        # An actor numbers its groups from 0 on, and writes behind its push.
-        yield from (f"{path.stem}-{number}" for number in range(len(versions) + bool(cut)))
-
-
-def pushed_by(folder: Path, place: str) -> dict[int, int]:
-    """Return how many groups of each version an actor has pushed, in all of its lives; say where a line is cut."""
-    found: Counter[int] = Counter()
-    for path in sorted(folder.glob(f"{place}.*.log")):
-        versions, cut = _pushes(path)
-        found.update(versions)
-        if cut:
-            print(
-                f"{path}: the last line is cut ({cut!r}): its group was pushed, and of which weights is not known; one "
-                "more of that version may be sampled",
-                file=sys.stderr,
-                flush=True,
-            )
-    return dict(found)
-
-
-def _pushes(path: Path) -> tuple[list[int], str]:
-    """Return the versions that an actor's log says, group by group, and what there is of a line that was cut."""
-    *whole, cut = path.read_text().split("\n")
-    return [int(line.split()[1]) for line in whole], cut
+        # An actor numbers its groups from 0 on, and writes behind its push: of a line that was cut, too.
+        yield from (f"{path.stem}-{number}" for number in range(len(path.read_text().splitlines())))
 
 
 def gaps(known: Iterable[str]) -> set[str]:

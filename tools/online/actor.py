@@ -18,8 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bounded import bounded
+
 from online import task
-from online.account import pushed_by
 from online.queues import Group, Queue, QueueError, open_queue
 
 
@@ -31,13 +32,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--name", required=True, help="of this actor, such as a0.1: its place, and which life it is in")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--group", type=int, default=8, help="rollouts of one prompt (%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="prompts sampled at once (%(default)s)")
-    parser.add_argument("--largest", type=int, default=9, help="greatest number in a problem (%(default)s)")
-    parser.add_argument("--room", type=int, default=64, help="groups that may wait in the queue (%(default)s)")
-    parser.add_argument("--each", type=int, default=0, help="groups of each version, 0: as many as there is room for")
+    parser.add_argument("--group", type=bounded(int, 1), default=8, help="rollouts of one prompt (%(default)s)")
+    parser.add_argument("--batch", type=bounded(int, 1), default=8, help="prompts sampled at once (%(default)s)")
     parser.add_argument(
-        "--rest", type=float, default=0.0, help="seconds between batches, as a slower policy would take"
+        "--largest", type=bounded(int, 0, task.LARGEST), default=9, help="greatest number in a problem (%(default)s)"
+    )
+    parser.add_argument(
+        "--room", type=bounded(int, 1), default=64, help="groups that may wait in the queue (%(default)s)"
+    )
+    parser.add_argument(
+        "--each", type=bounded(int, 0), default=0, help="groups of each version, 0: as many as there is room for"
+    )
+    parser.add_argument(
+        "--rest", type=bounded(float, 0), default=0.0, help="seconds between batches, as a slower policy would take"
     )
     # Given, and not asked for here: whoever starts this may be gone before it runs.
     parser.add_argument("--parent", type=int, help="process to end with (default: with none)")
@@ -61,7 +68,7 @@ class Actor:
         folder = args.output / "actors"
         folder.mkdir(parents=True, exist_ok=True)
         self._log = (folder / f"{args.name}.log").open("a")
-        self._made = pushed_by(folder, args.name.split(".")[0]) if args.each else {}
+        self._made = 0  # groups of the version that it has
 
     def run(self) -> None:
         """Sample until the process that started this one is gone."""
@@ -76,17 +83,23 @@ class Actor:
             time.sleep(self.args.rest)
 
     def _take_weights(self) -> None:
-        newest = self.queue.newest(self.version)
-        if newest is not None:
+        # Again where others came while it was counted: what was counted may have been settled by then.
+        while (newest := self.queue.newest(self.version)) is not None:
+            goes_on = 0 <= self.version == newest[0] - 1
             self.version = newest[0]
             self.model.load_state_dict(torch.load(io.BytesIO(newest[1]), weights_only=True))
+            self._made = 0 if goes_on or not self.args.each else self._of_earlier_lives()
+
+    def _of_earlier_lives(self) -> int:
+        """How many groups of the version there are already: an actor was killed, or the run goes on from here."""
+        return self.queue.versions(self.args.name.split(".")[0]).count(self.version)
 
     def _wanted(self) -> int:
         """How many groups to sample now: none without weights, or without room in the queue."""
         if self.version < 0:
             return 0
         if self.args.each:
-            return min(self.args.batch, self.args.each - self._made.get(self.version, 0))
+            return min(self.args.batch, self.args.each - self._made)
         return self.args.batch if len(self.queue.waiting()) < self.args.room else 0
 
     def _groups(self, prompts: int) -> list[Group]:
@@ -113,7 +126,7 @@ class Actor:
         # Behind the push: what is written here has been in the queue, and must be found again.
         print(self.number, self.version, file=self._log, flush=True)
         self.number += 1
-        self._made[self.version] = self._made.get(self.version, 0) + 1
+        self._made += 1
 
 
 def main() -> int:

@@ -46,6 +46,7 @@ class Arrivals:
         contained: ids that are in the weights: a Redis that was killed may have forgotten that they were claimed.
 
     Attributes:
+        dropped: groups that were left out because of their lag.
         waited: seconds in which this rank had nothing to run.
         over: groups whose lag was above the bound and that were trained on.
     """
@@ -66,7 +67,8 @@ class Arrivals:
         self._taken, self._of_window = 0, -1
         self.groups: list[Group] = []
         self.waited = 0.0
-        self.over = 0
+        self.over, self.dropped = 0, 0
+        self._oldest = 0 if args.sync else args.max_lag
 
     def __iter__(self) -> Iterator[ds_parity.MicroBatch]:
         while self._engine.window.index < self._args.steps:
@@ -79,6 +81,8 @@ class Arrivals:
             self._taken, self._of_window = 0, window.index
         left = self._args.micro_batch if self.quota is None else min(self._args.micro_batch, self.quota - self._taken)
         groups: list[Group] = []
+        if left < self._args.group:  # it has its share, and others may wait for an actor that is gone
+            self._watch()
         while len(groups) < left // self._args.group:
             group = self._queue.claim(self._rank)
             if group is None:
@@ -97,13 +101,14 @@ class Arrivals:
 
     def _young(self, group: Group) -> bool:
         lag = lag_of(group, self._engine.window.index)
-        if lag <= self._args.max_lag:
+        if lag <= self._oldest:
             return True
-        if self._args.old == "clip":
+        if self._args.old == "clip" and not self._args.sync:
             self.over += 1
             return True
         self._ledger.dropped(group, lag)
         self._queue.settle(self._rank, [group["id"]])
+        self.dropped += 1
         return False
 
 
@@ -121,14 +126,20 @@ class Patience:
         """Note that something has arrived."""
         self._since = time.monotonic()
 
-    def check(self) -> None:
+    def check(self, dropped: int) -> None:
         """Raise where nothing has arrived for too long.
+
+        Args:
+            dropped: groups that were left out because of their lag.
 
         Raises:
             QueueError: so it is.
         """
         if time.monotonic() - self._since > self._seconds:
-            raise QueueError(f"no rollout has arrived for {self._seconds:g} s: look for messages of the actors")
+            raise QueueError(
+                f"no rollout has arrived for {self._seconds:g} s: look for messages of the actors"
+                + (f"; {dropped} groups were dropped by their lag, for which --max_lag is the bound" if dropped else "")
+            )
 
 
 def lag_of(group: Group, window: int) -> int:

@@ -21,27 +21,29 @@ def hold(folder: Path) -> None:
     The lock is one of POSIX, which no child of the process inherits. A file system without locks holds nothing.
 
     Args:
-        folder: of the run, which is there.
+        folder: of the run, which is made.
 
     Raises:
-        ds_parity.ConfigError: another run holds it; raised on all ranks.
+        ds_parity.ConfigError: another run holds it, or no file can be kept there; raised on all ranks.
     """
-    said: list[str | None] = [_held_by(folder / "lock") if dist.get_rank() == 0 else None]
+    said: list[str | None] = [_why_not(folder / "lock") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(said)
     if said[0] is not None:
-        raise ds_parity.ConfigError(
-            f"{folder} is of a run that still trains ({said[0]}): stop it (SIGTERM has it save and end), or give "
-            "another --output"
-        )
+        raise ds_parity.ConfigError(f"{folder} {said[0]}")
 
 
-def _held_by(path: Path) -> str | None:
-    file = path.open("a+")
+def _why_not(path: Path) -> str | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        return f"can't be held for this run: {path.name}: {error.strerror}; give a folder of your own as --output"
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        return file.read() or "its first rank says no more"
+        by = file.read() or "its first rank says no more"
+        return f"is of a run that still trains ({by}): stop it (SIGTERM has it save and end), or give another --output"
     except OSError:
         return None
     file.truncate(0)

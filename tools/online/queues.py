@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,8 +47,14 @@ class Queue(Protocol):
     def claimed(self) -> dict[str, int]:
         """Return the ids of the claimed groups, and who has claimed them."""
 
+    def versions(self, place: str) -> list[int]:
+        """Return which weights have sampled each group that waits or is claimed, of the actors of a place."""
+
     def publish(self, version: int, weights: bytes) -> None:
         """Give weights to the actors, in place of those before."""
+
+    def withdraw(self) -> None:
+        """Take the weights away; actors that have none wait for the next."""
 
     def newest(self, after: int) -> tuple[int, bytes] | None:
         """Return the weights and their version, None where that is `after`."""
@@ -136,9 +143,24 @@ class Folder:
         ranks = [int(path.name) for path in self._claimed.iterdir()]
         return {_id_in(name): rank for rank in ranks for name in self._names(self._of(rank))}
 
+    def versions(self, place: str) -> list[int]:
+        """Read the files; those that wait first, because they move on meanwhile."""
+        found: dict[str, int] = {}
+        for folder in (lambda: [self._waiting], lambda: list(self._claimed.iterdir())):
+            for path in (one / name for one in folder() for name in self._names(one)):
+                if _id_in(path.name).startswith(f"{place}."):
+                    # Settled meanwhile, or no whole group, which the rank that claims it says.
+                    with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+                        found[_id_in(path.name)] = int(json.loads(path.read_bytes())["version"])
+        return list(found.values())
+
     def publish(self, version: int, weights: bytes) -> None:
         """Write a file in place of the one before, its version first."""
         self._write(self._weights, version.to_bytes(8, "big") + weights)
+
+    def withdraw(self) -> None:
+        """Delete the file."""
+        self._weights.unlink(missing_ok=True)
 
     def newest(self, after: int) -> tuple[int, bytes] | None:
         """Read the file, as far as its version where nothing is new."""
@@ -233,9 +255,19 @@ class Redis:
         ranks = [int(key.rsplit(":", 1)[1]) for key in keys]
         return {one.decode(): rank for rank in ranks for one in self._tell("LRANGE", self._of(rank), 0, -1)}
 
+    def versions(self, place: str) -> list[int]:
+        """Read the groups of all ids in the lists."""
+        ids = [one for one in (*self.waiting(), *self.claimed()) if one.startswith(f"{place}.")]
+        groups = self._tell("HMGET", self._items, *ids) if ids else []
+        return [int(json.loads(group)["version"]) for group in groups if group is not None]
+
     def publish(self, version: int, weights: bytes) -> None:
         """Keep both in one field, so that none is read with another's version."""
         self._tell("SET", f"{self._run}:weights", version.to_bytes(8, "big") + weights)
+
+    def withdraw(self) -> None:
+        """Delete the field."""
+        self._tell("DEL", f"{self._run}:weights")
 
     def newest(self, after: int) -> tuple[int, bytes] | None:
         """Read the first bytes, and the rest where they are new."""

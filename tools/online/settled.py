@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ds_parity
 from online.account import Ledger
+from online.arrivals import lag_of
 from online.queues import Queue
 
 Ranges = dict[str, list[list[int]]]
@@ -50,13 +51,14 @@ class Settled:
         self._queue.settle(self._rank, self._ledger.unsettled)
         self._ledger.unsettled.clear()
 
-    def resume(self, kept: dict[str, Any], step: int, *, resumed: bool) -> None:
+    def resume(self, kept: dict[str, Any], step: int, *, resumed: bool, in_step: bool) -> None:
         """Give back what was claimed and is not in the weights that were loaded; all ranks call it.
 
         Args:
             kept: what `state` gave to the checkpoint, {} without one.
             step: the window to go on with.
             resumed: whether this run goes on with another.
+            in_step: whether each window is trained on what its own weights have sampled: of others, nothing is left.
         """
         self.contained = expanded(kept.get("stepped", {}))
         if resumed:
@@ -77,7 +79,21 @@ class Settled:
                 file=sys.stderr,
                 flush=True,
             )
+            if in_step:
+                self._drop_all_but(step)
         dist.barrier()
+
+    def _drop_all_but(self, version: int) -> None:
+        """Drop what weights have sampled that are lost; those that the run gets in their place sample anew."""
+        own = []
+        while (group := self._queue.claim(self._rank)) is not None:
+            lag = lag_of(group, version)
+            if not lag or group["id"] in self.contained:
+                own.append(group["id"])
+                continue
+            self._ledger.dropped(group, lag)
+            self._queue.settle(self._rank, [group["id"]])
+        self._queue.give_back(self._rank, own)
 
 
 def ranges(ids: Iterable[str]) -> Ranges:

@@ -20,6 +20,8 @@ CHARACTERS = "_0123456789+=;"
 PAD, END = CHARACTERS.index("_"), CHARACTERS.index(";")
 LONGEST = 4
 """Tokens of the longest answer: three digits and the end."""
+LARGEST = 499
+"""The greatest number in a problem whose sum is no longer."""
 
 
 def build(seed: int) -> nn.Module:
