@@ -106,7 +106,9 @@ def test_in_step_with_its_actors_it_goes_on_behind_kills_with_whole_windows_of_i
         assert run.wait(200) == 0, run.said()
     found, steps = accounted(run), read_trace(run.trace).steps
     assert (found.lost, found.twice, found.again, found.claimed) == (set(), set(), set(), set())
-    assert [(one.step, one.rollouts, one.metrics["lag"]) for one in steps] == [(n, 16, 0.0) for n in range(1, STEPS + 1)]
+    assert [(one.step, one.rollouts, one.metrics["lag"]) for one in steps] == [
+        (n, 16, 0.0) for n in range(1, STEPS + 1)
+    ]
     assert found.dropped, "nothing was lost: no kill was behind what a checkpoint contains"
 
 
