@@ -120,7 +120,7 @@ def _go_on(
     ours = state.get(KEY, {})
     refuse_universal_in_turns(driver.engine, load_dir, ours)
     fp16 = saved_in_fp16(ours, state)
-    if driver.engine.load_universal_checkpoint() and fp16 is False:
+    if fp16 is False or not driver.engine.fp16_enabled():
         keep_loss_scale(driver.engine, scale)
     driver.abandon()
     driver.adapter.forget_copies()

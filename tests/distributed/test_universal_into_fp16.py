@@ -94,3 +94,45 @@ def test_as_it_is_one_of_bare_deepspeed_without_fp16_is_refused(two_ranks_at_len
     for results in two_ranks_at_length.of(into_fp16):
         assert "CheckpointError" in results[f"{stage} fp32"]["as it is"]
         assert results[f"{stage} fp16"]["as it is"] == "nothing was raised"
+
+
+OTHERS = {
+    "fp16 into fp32": ("fp16", "fp32", {}),
+    "fp16 into fp32, weights alone": ("fp16", "fp32", {"load_optimizer_states": False}),
+    "fp16 into bf16, weights alone": ("fp16", "bf16", {"load_optimizer_states": False}),
+    "fp32 into fp16, weights alone": ("fp32", "fp16", {"load_optimizer_states": False}),
+}
+GROWING = {"fp16": FP16, "fp32": {}, "bf16": SAVED_IN["bf16"]}
+
+
+@at_length_on_two_ranks
+def into_others(folder):
+    """By stage and what loads what: what is raised, and the loss scale behind a load and behind steps; without, too."""
+    results = {}
+    with fp16_allowed():
+        for stage in STAGES:
+            for name, (saved_in, loads_in, options) in OTHERS.items():
+                saved, path = _engine(stage, 0, **GROWING[saved_in]), f"{folder}/{stage}-{name}"
+                _step(saved, saved_in)
+                saved.save_checkpoint(path)
+                found = []
+                for loads in (True, False):
+                    one = _engine(stage, 1, **GROWING[loads_in])
+                    load = lambda: one.load_checkpoint(path, **options)  # noqa: B023, E731
+                    said = refusal(load) if loads else "nothing was raised"
+                    found.append([said, one.optimizer.loss_scale])
+                    for _ in range(4):
+                        _step(one, loads_in)
+                    found[-1].append(one.optimizer.loss_scale)
+                results[f"{stage} {name}"] = found
+    return from_all(results)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_brings_no_loss_scale_into_another_precision(two_ranks_at_length, stage, name):
+    """Where it grows in fp32, the step is half as large as it should be."""
+    for results in two_ranks_at_length.of(into_others):
+        behind_a_load, new = results[f"{stage} {name}"]
+        assert behind_a_load == new
+        assert (new[1] < new[2]) == name.startswith("fp32"), "the scale of fp16 did not grow"

@@ -118,7 +118,8 @@ def keep_loss_scale(engine: Any, before: Mapping[str, Any]) -> None:
     """Let a wrapper scale losses as before a load.
 
     It loads what was saved (_load_global_state of runtime/zero/stage_1_and_2.py and stage3.py, 0.19.8). Of a run
-    without fp16 that is a scale of 1, which never grows, and in fp16 gradients would vanish.
+    without fp16 that is a scale of 1, which never grows, and in fp16 gradients would vanish. Of a run in fp16 it is one
+    that grows in fp32, too, where a step at which it does is half as large as it should be.
 
     Args:
         engine: a bare DeepSpeed engine.
