@@ -1,6 +1,8 @@
 """Files that a save removes: of ranks that it has not, and of nobody else."""
 
+import errno
 import os
+import tempfile
 import time
 
 import psutil
@@ -122,6 +124,22 @@ def test_what_cannot_be_removed_keeps_nothing_else(tmp_path):
     with pytest.raises(OSError, match="zero_pp_rank_"):
         removed_from(tmp_path, WRITTEN)
     assert sorted(file.name for file in tmp_path.iterdir() if file.is_file()) == sorted(WRITTEN)
+
+
+def test_where_no_file_can_be_made_the_clock_is_the_host_s(tmp_path, monkeypatch):
+    """As with a quota of files."""
+    old = ["zero_pp_rank_7_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    for one in [*SUMMED, *old]:
+        (tmp_path / one).touch()
+        os.utime(tmp_path / one, (0, 0))
+    names = changed_at(tmp_path, SUMMED)
+
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert remove_left_over(tmp_path, names) == []
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(SUMMED)
 
 
 def test_no_file_of_the_save_is_asked_for_when_it_was_changed(tmp_path, monkeypatch):

@@ -52,13 +52,13 @@ def remove_left_over(folder: Path, written: Mapping[str, int]) -> list[str]:
         another ZeRO stage, and what belongs to them.
 
     Raises:
-        OSError: one can't be removed, and all others are; or the folder takes no new file, by which its clock is read.
+        OSError: one can't be removed; all others are.
     """
     save = _Written(written)
     there = {file: match for file in sorted(folder.iterdir()) if (match := _FILE.fullmatch(file.name))}
     strays = {file for file, match in there.items() if save.are_of_another_stage(_kind(match))}
-    began = _began_by_the_clock_of(folder) if strays else 0.0
     before, errors = _SAVED.get(folder.resolve(), {}), []
+    began = _began_by_the_clock_of(folder) if strays else 0.0
     others = {file for file in strays if not _may_go(file, before, began)}
     of_others = {there[file][3] for file in others}
     for file, match in there.items():
@@ -110,9 +110,13 @@ class _Written:
 def _began_by_the_clock_of(folder: Path) -> float:
     """Return when this process began (in ns), by the clock that sets the times of files there: a server has its own."""
     # Which may be long before the first use of ds_parity, and behind its import where the process was forked.
-    age: float = time.time() - psutil.Process().create_time()
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return (os.fstat(file.fileno()).st_mtime - age) * 1e9
+    began: float = psutil.Process().create_time()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            ahead = os.fstat(file.fileno()).st_mtime - time.time()
+    except OSError:  # no file is left there (a quota of them): as if both clocks were one
+        ahead = 0.0
+    return (began + ahead) * 1e9
 
 
 def _may_go(file: Path, before: Mapping[str, int], began: float) -> bool:
