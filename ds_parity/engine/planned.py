@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ds_parity.engine.ranks.exchange import WRONG_PLAN
 from ds_parity.errors import ConfigError, RankDesyncError
-from ds_parity.planning.plans import NOTHING_GONE, STREAMS, Begun, Gone, Numbers
+from ds_parity.planning.plans import STREAMS, Begun, Gone, Numbers
 
 _KEPT: Final = 256
 _KNOWN: Final = 4096  # far above those that are kept: a rank may be behind others
@@ -86,7 +86,7 @@ class PlansRead:
         earlier: the streams that engines had read to their ends before this one was built; None: until now.
 
     Attributes:
-        earlier: those of which nothing was left for this engine: none where the loop keeps their micro-batches.
+        earlier: likewise. Nothing was left of them for this engine, unless the loop keeps micro-batches.
         begun: numbers of the plans of which the other ranks have heard, the last 256, as they began.
         untold: those of which they have not.
     """
@@ -127,11 +127,11 @@ class PlansRead:
                     self._passed.add(passed)
 
     def _begin(self, it: Begun) -> None:
-        # The loop keeps what an earlier engine has read (to replay it), and may leave out any of it here.
-        if it.stream in self.earlier.streams:
-            self.earlier = NOTHING_GONE
         self._streams.add(it.stream)
         self._times.add(it.plan)
+        # The loop keeps what an earlier engine has read, to replay it: any rank may leave out any of it.
+        if it.stream in self.earlier.streams:
+            return
         self.untold.append(it.plan)
         if it.stream in STREAMS.streams:
             self._here.add(it.plan)

@@ -145,7 +145,7 @@ class Streams:
 
     def read_to_the_end(self) -> Gone:
         """Return what engines have read, nothing while one of the streams may go on in another engine."""
-        return NOTHING_GONE if self._open else Gone(self._read.copy(), self._counted.copy())
+        return Gone(Numbers(1), Numbers(1)) if self._open else Gone(self._read.copy(), self._counted.copy())
 
     @contextmanager
     def heard(self) -> Iterator[list[Begun]]:
@@ -158,8 +158,6 @@ class Streams:
         finally:
             listeners.pop()
 
-
-NOTHING_GONE: Final = Gone(Numbers(1), Numbers(1))
 
 STREAMS: Final = Streams()
 """Those of `micro_batches`."""

@@ -325,16 +325,38 @@ def _another_plan_in_a_new_engine(folder):
     return [refusal(lambda: _trained(engine, _own(_turned(rollouts[:16], differ=True)))), engine.global_steps]
 
 
-def _replayed_in_a_new_engine(folder):
-    """The loop keeps what one engine has read; in the next one, each rank replays another plan of that."""
-    rollouts, kept = _rollouts(), [[], [], []]
-    first = _built(2)
+def _kept_of_an_engine(rollouts):
+    """The micro-batches of three plans, which an engine has trained on and the loop keeps."""
+    kept, engine = [[], [], []], _built(2)
     for number, start in enumerate((0, 8, 16)):
-        for batch in first.passes(_own(rollouts[start : start + 8])):
+        for batch in engine.passes(_own(rollouts[start : start + 8])):
             kept[number].append(batch)
-            one_pass(first, 1)
-    engine = _built(2)
+            one_pass(engine, 1)
+    return kept
+
+
+def _replayed_in_a_new_engine(folder):
+    """Each rank replays another plan of them."""
+    kept, engine = _kept_of_an_engine(_rollouts()), _built(2)
     return [refusal(lambda: _trained(engine, kept[dist.get_rank()] + kept[2])), engine.global_steps]
+
+
+def _replayed_on_one_rank(folder):
+    """The first rank replays two of them in front of a plan that both train."""
+    rollouts = _rollouts()
+    kept, engine = _kept_of_an_engine(rollouts), _built(2)
+    own = () if dist.get_rank() else kept[0] + kept[1]
+    return [refusal(lambda: _trained(engine, chain(own, _own(rollouts[24:])))), engine.global_steps]
+
+
+def _replayed_and_other_plans(folder):
+    """Behind what both replay, each rank has a plan of its own."""
+    rollouts = _rollouts()
+    kept, engine = _kept_of_an_engine(rollouts), _built(2)
+    return [
+        refusal(lambda: _trained(engine, chain(kept[0], _own(_turned(rollouts[24:], differ=True))))),
+        engine.global_steps,
+    ]
 
 
 def _goes_on_in_a_new_engine(folder):
@@ -479,6 +501,8 @@ def plans_between_loops(folder):
         _another_epoch,
         _another_plan_in_a_new_engine,
         _replayed_in_a_new_engine,
+        _replayed_on_one_rank,
+        _replayed_and_other_plans,
         _goes_on_in_a_new_engine,
         _the_same_epochs,
         _goes_on_behind_a_load,
@@ -518,6 +542,7 @@ def test_a_refused_window_takes_no_second_step(two_ranks):
         ("_goes_on_behind_a_load", 10),
         ("_goes_on_in_another_engine", 6),
         ("_replayed_in_a_new_engine", 2),
+        ("_replayed_on_one_rank", 2),
         ("_goes_on_in_a_new_engine", 5),
         ("_looked_at_inside", 2),
         ("_made_by_a_worker", 300),
@@ -532,6 +557,7 @@ def test_ranks_with_the_same_plans_go_on(two_ranks, done, steps):
     [
         ("_another_epoch", 2),
         ("_another_plan_in_a_new_engine", 0),
+        ("_replayed_and_other_plans", 1),
         ("_without_a_window", 2),
         ("_made_otherwise_by_a_worker", 0),
     ],
