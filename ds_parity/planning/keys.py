@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from ds_parity.errors import ConfigError
 from ds_parity.planning.rollout import PreferencePair, Rollout, Unit
-
-_SHORT: Final = 8  # parts of an id such as (file, line)
 
 
 def plain(value: Any) -> Any:
@@ -45,7 +43,7 @@ def refuse_what_is_no_key(said: str, key: Any) -> None:
 
 
 def refuse_two_kinds(prompt_ids: Iterable[Any]) -> None:
-    """Raise ConfigError where one id comes as a text and as a number, or as a few in a tuple: it would be two prompts.
+    """Raise ConfigError where one id comes as a text and as something else (a number): it would be two prompts.
 
     Ranks that read their ids from files of other kinds (a JSON's keys are texts) give one so.
 
@@ -54,19 +52,29 @@ def refuse_two_kinds(prompt_ids: Iterable[Any]) -> None:
     """
     known = set(prompt_ids)
     texts = {key for key in known if isinstance(key, str)}
-    for key in known if texts else ():
-        if _reads_as_one(key) and str(key) in texts:
+    if len(texts) in (0, len(known)):
+        return
+    longest = max(map(len, texts))
+    for key in known - texts:
+        if (written := _written(key, longest)) in texts:
             raise ConfigError(
-                f"prompt ids are {key!r} ({type(key).__name__}) and {str(key)!r} (a text), which are two, though they "
+                f"prompt ids are {key!r} ({type(key).__name__}) and {written!r} (a text), which are two, though they "
                 "read alike: give all of them as one kind, on every rank"
             )
 
 
-def _reads_as_one(key: Any) -> bool:
-    # Of another key the text may be long, as of token ids, or an error.
-    if isinstance(key, tuple):
-        return len(key) <= _SHORT and all(isinstance(part, str) or _reads_as_one(part) for part in key)
-    return isinstance(key, int | float) and not isinstance(key, bool)
+def _written(key: Any, longest: int) -> str | None:
+    """Return the text of a key; None where it has none, or one that is longer than any it could be compared with."""
+    if key is None or (isinstance(key, tuple) and _least_length(key) > longest):
+        return None
+    try:
+        return str(key)
+    except Exception:  # of a class that says so
+        return None
+
+
+def _least_length(key: tuple[Any, ...]) -> int:
+    return sum(len(part) if isinstance(part, str) else 1 for part in key)
 
 
 def by_value(units: Iterable[Unit]) -> list[Unit]:
