@@ -14,7 +14,7 @@ import io
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def more(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this script."""
     add = parser.add_argument
     add("--queue", default="folder", help="folder: a queue that needs no server; or redis://HOST:PORT (%(default)s)")
-    add("--actors", type=bounded(int, 1), default=1, help="processes that sample (%(default)s)")
+    add("--actors", type=bounded(int, 0), default=1, help="processes that sample, started here (%(default)s)")
     add("--group", type=bounded(int, 1), default=8, help="rollouts of one prompt (%(default)s)")
     add("--batch", type=bounded(int, 1), default=16, help="prompts that an actor samples at once (%(default)s)")
     add("--micro_batch", type=bounded(int, 1), default=16, help="rollouts in a micro-batch at most (%(default)s)")
@@ -70,7 +70,7 @@ def more(parser: argparse.ArgumentParser) -> None:
         help="seconds until a rank without data runs an idle pass (%(default)s)",
     )
     add(
-        "--patience", type=bounded(float, 1), default=60, help="seconds until a run without rollouts ends (%(default)s)"
+        "--patience", type=bounded(float, 0), default=60, help="seconds until a run without rollouts ends (%(default)s)"
     )
     add("--clip_low", type=float, default=0.2, help="of the ratio (%(default)s)")
     add("--clip_high", type=float, default=0.28, help="of the ratio (%(default)s)")
@@ -94,11 +94,12 @@ def main(args: argparse.Namespace, kind: Callable[..., Online] | None = None) ->
     if args.sync and dist.get_rank() == 0:
         queue.withdraw()  # a run that goes on may have lost the weights that sample now
     # They take seconds to start, and wait for weights then.
-    actors = Actors(args, run, shares(target // args.group, args)) if dist.get_rank() == 0 else None
+    dealt = shares(target // args.group, args)
+    actors = Actors(args, run, dealt) if dist.get_rank() == 0 else None
     try:
         model = GroupRelativePolicy(started(args), **loss)
         engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=config)
-        trained = (kind or Online)(engine, args, queue, actors)
+        trained = (kind or Online)(engine, args, queue, actors, dealt)
         if args.kl:
             trained.reference = GroupRelativePolicy(started(args), **loss).requires_grad_(False).to(engine.device)
         trained.loop()
@@ -187,17 +188,29 @@ class Online:
         args: of the command line.
         queue: of the run.
         actors: on the first rank, to be watched.
+        dealt: how many groups of a window each actor samples.
     """
 
     def __init__(
-        self, engine: ds_parity.ParityEngine, args: argparse.Namespace, queue: Queue, actors: Actors | None
+        self,
+        engine: ds_parity.ParityEngine,
+        args: argparse.Namespace,
+        queue: Queue,
+        actors: Actors | None,
+        dealt: Sequence[int],
     ) -> None:
         self.engine, self.args, self.queue, self.actors = engine, args, queue, actors
         self.rank = dist.get_rank(engine.data_parallel_group)
         self.ledger = Ledger(args.output, self.rank, keep=args.record)
         self.settled = Settled(queue, self.ledger, self.rank)
         self.run = Run(engine, args, self.settled.state, self.settled.saved)
-        self.settled.resume(self.run.kept, engine.window.index, resumed=args.resume, in_step=args.sync)
+        self.settled.resume(
+            self.run.kept,
+            engine.window.index,
+            resumed=args.resume,
+            shares=dealt if args.sync else None,
+            size=args.group,
+        )
         self.reference: GroupRelativePolicy | None = None
         quota = engine.window.target // engine.dp_world_size if args.quota else None
         self._patience = Patience(args.patience)

@@ -48,7 +48,7 @@ def arguments(description: str, more: Callable[[argparse.ArgumentParser], None] 
     )
     parser.add_argument(
         "--seed",
-        type=bounded(int, 0, 2**63 - 1),
+        type=bounded(int, -(2**63), 2**63 - 1),
         default=0,
         help="of the model, the data's order and dropout (%(default)s)",
     )

@@ -3,6 +3,8 @@
 import io
 import os
 import random
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -127,6 +129,18 @@ class TestQueue:
         queue.settle(1, ["a0.1-1"])
         assert sorted(opened().versions("a0")) == [2, 3, 4, 4]
         assert opened().versions("a1") == []
+
+    def test_what_is_claimed_meanwhile_is_counted_once(self, opened, monkeypatch):
+        queue = opened()
+        queue.push(group(0, version=3))
+        claimed = queue.claimed if hasattr(queue, "_server") else queue._names
+
+        def between(*args):
+            opened().claim(1)
+            return claimed(*args)
+
+        monkeypatch.setattr(queue, claimed.__name__, between)
+        assert queue.versions("a0") == [3]
 
     def test_another_run_on_the_same_server_sees_nothing_of_it(self, redis_server, tmp_path):
         open_queue(redis_server, tmp_path, "one").push(group(0))
@@ -430,6 +444,9 @@ class TestInStep:
         for one in second._groups(4):
             second._push(one)
         assert self.wanted(second) == 0
+        second.args.each = 2
+        assert self.wanted(second) == 0
+        second.args.each = 4
         # Back to other weights, of which one group is left; and to some of which a group was taken away.
         queue.withdraw()
         queue.publish(0, weights)
@@ -445,18 +462,36 @@ class TestInStep:
         for rank in (0, 1, 0, 1):
             queue.claim(rank)
         settled = Settled(queue, ledger, 0)
-        settled.resume({"stepped": {"a0.1": [[0, 0]]}}, 5, resumed=True, in_step=True)
+        settled.resume({"stepped": {"a0.1": [[0, 0]]}}, 5, resumed=True, shares=[4], size=2)
         assert opened().waiting() == ["a0.1-1", "a0.1-2", "a0.1-4"]
         assert opened().claimed() == {}
         assert account(tmp_path, queue).dropped == {"a0.1-3", "a0.1-5"}
         assert opened().versions("a0") == [5, 5, 5]
+
+    @pytest.mark.parametrize(
+        ("shares", "size", "kept"),
+        [
+            ([4, 4], 2, ["a0.1-0", "a0.1-1", "a1.1-0"]),
+            ([1, 4], 2, ["a0.1-0", "a1.1-0"]),
+            ([4], 2, ["a0.1-0", "a0.1-1"]),
+            ([4, 4], 3, []),
+            ([], 2, ["a0.1-0", "a0.1-1", "a1.1-0"]),
+        ],
+    )
+    def test_so_is_what_no_actor_of_this_run_would_sample(self, tmp_path, opened, alone, shares, size, kept):
+        """With fewer actors, or groups of another size, than the run that was killed."""
+        queue = opened()
+        for number, actor in ((0, "a0.1"), (1, "a0.1"), (0, "a1.1")):
+            queue.push(group(number, actor=actor, version=5))
+        Settled(queue, Ledger(tmp_path, 0), 0).resume({}, 5, resumed=True, shares=shares, size=size)
+        assert opened().waiting() == kept
 
     def test_and_kept_where_it_does_not_sample_in_step(self, tmp_path, opened, alone):
         queue, ledger = opened(), Ledger(tmp_path, 0)
         for number, version in enumerate((4, 5, 6)):
             queue.push(group(number, version=version))
         queue.claim(1)
-        Settled(queue, ledger, 0).resume({}, 5, resumed=True, in_step=False)
+        Settled(queue, ledger, 0).resume({}, 5, resumed=True, shares=None, size=2)
         assert opened().waiting() == ["a0.1-0", "a0.1-1", "a0.1-2"]
 
 
@@ -494,3 +529,15 @@ def test_a_folder_in_which_nothing_can_be_kept_is_named(tmp_path):
         "can't be held for this run: lock: Is a directory; give a folder of your own as --output"
     )
     assert _why_not(tmp_path / "file" / "lock").startswith("can't be held for this run: lock: ")
+
+
+def test_so_is_one_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("online.held.socket.gethostname", lambda: "x" * 100_000)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+    try:
+        assert _why_not(tmp_path / "lock").startswith("can't be held for this run: lock: File too large; give")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)

@@ -99,7 +99,7 @@ class Actor:
         if self.version < 0:
             return 0
         if self.args.each:
-            return min(self.args.batch, self.args.each - self._made)
+            return max(0, min(self.args.batch, self.args.each - self._made))
         return self.args.batch if len(self.queue.waiting()) < self.args.room else 0
 
     def _groups(self, prompts: int) -> list[Group]:

@@ -37,7 +37,7 @@ def _why_not(path: Path) -> str | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     except OSError as error:
-        return f"can't be held for this run: {path.name}: {error.strerror}; give a folder of your own as --output"
+        return _not_held(path, error)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -46,8 +46,15 @@ def _why_not(path: Path) -> str | None:
         return f"is of a run that still trains ({by}): stop it (SIGTERM has it save and end), or give another --output"
     except OSError:
         return None
-    file.truncate(0)
-    file.write(f"its first rank is process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
     _KEPT.append(file)
+    try:
+        file.truncate(0)
+        file.write(f"its first rank is process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    except OSError as error:
+        return _not_held(path, error)
     return None
+
+
+def _not_held(path: Path, error: OSError) -> str:
+    return f"can't be held for this run: {path.name}: {error.strerror}; give a folder of your own as --output"

@@ -257,7 +257,8 @@ class Redis:
 
     def versions(self, place: str) -> list[int]:
         """Read the groups of all ids in the lists."""
-        ids = [one for one in (*self.waiting(), *self.claimed()) if one.startswith(f"{place}.")]
+        # Once each: a rank may claim one between both.
+        ids = [one for one in {*self.waiting(), *self.claimed()} if one.startswith(f"{place}.")]
         groups = self._tell("HMGET", self._items, *ids) if ids else []
         return [int(json.loads(group)["version"]) for group in groups if group is not None]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -51,14 +52,18 @@ class Settled:
         self._queue.settle(self._rank, self._ledger.unsettled)
         self._ledger.unsettled.clear()
 
-    def resume(self, kept: dict[str, Any], step: int, *, resumed: bool, in_step: bool) -> None:
+    def resume(
+        self, kept: dict[str, Any], step: int, *, resumed: bool, shares: Sequence[int] | None, size: int
+    ) -> None:
         """Give back what was claimed and is not in the weights that were loaded; all ranks call it.
 
         Args:
             kept: what `state` gave to the checkpoint, {} without one.
             step: the window to go on with.
             resumed: whether this run goes on with another.
-            in_step: whether each window is trained on what its own weights have sampled: of others, nothing is left.
+            shares: how many groups of each version the actor of each place samples, where a window is trained on these
+                alone: all others are dropped. Empty where actors are started elsewhere; None: nothing is dropped.
+            size: rollouts of such a group.
         """
         self.contained = expanded(kept.get("stepped", {}))
         if resumed:
@@ -79,16 +84,18 @@ class Settled:
                 file=sys.stderr,
                 flush=True,
             )
-            if in_step:
-                self._drop_all_but(step)
+            if shares is not None:
+                self._drop_all_but(step, shares, size)
         dist.barrier()
 
-    def _drop_all_but(self, version: int) -> None:
-        """Drop what weights have sampled that are lost; those that the run gets in their place sample anew."""
-        own = []
+    def _drop_all_but(self, version: int, shares: Sequence[int], size: int) -> None:
+        """Drop what lost weights have sampled, and what no actor of this run would: the rest is sampled anew."""
+        own, left = [], Counter({f"a{place}": share for place, share in enumerate(shares)})
         while (group := self._queue.claim(self._rank)) is not None:
-            lag = lag_of(group, version)
-            if not lag or group["id"] in self.contained:
+            lag, place = lag_of(group, version), group["id"].split(".")[0]
+            asked_for = not lag and len(group["rewards"]) == size and (not shares or left[place] > 0)
+            if asked_for or group["id"] in self.contained:  # of the latter nobody trains
+                left[place] -= group["id"] not in self.contained
                 own.append(group["id"])
                 continue
             self._ledger.dropped(group, lag)
