@@ -12,6 +12,7 @@ import torch
 from ds_parity.config import Settings
 from ds_parity.engine.arguments import weighting_of
 from ds_parity.engine.internals.adapter import choose
+from ds_parity.engine.internals.fetched_ahead import explain_fetched
 from ds_parity.engine.internals.group_options import Options
 from ds_parity.engine.internals.groups import Members, groups_of
 from ds_parity.engine.internals.other_modules import explain
@@ -270,6 +271,7 @@ class AmongRanks:
         """
         # The first rank never raises this: it waits in its forward, and hears of it when this one ends.
         explain(error)
+        explain_fetched(error)
         if isinstance(error, AttributeError):
             with self.telling():
                 self.adapter.kept.explain_forward(error)

@@ -58,8 +58,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Run the forward.
 
         Raises:
-            WindowError: on ZeRO 3, a parameter came after the engine was built, torch.compile() gave the model, or
-                ranks have run other modules.
+            WindowError: on ZeRO 3, a parameter came after the engine was built, torch.compile() gave the model, another
+                engine over it fetches its weights ahead, or ranks have run other modules.
             ConfigError: the model has DeepSpeed's MoE layer, and another engine has brought an mpu since.
             RankDesyncError: another rank ended, or did not come in time.
         """
@@ -67,7 +67,7 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         with self._self_driver.waiting("a forward"):
             try:
                 returned = self.__wrapped__(*args, **kwargs)
-            except (AttributeError, RuntimeError) as error:
+            except (AttributeError, RuntimeError, AssertionError) as error:
                 self._self_driver.explain_forward(error)
                 raise
         self._self_driver.adapter.moved.remember(returned)

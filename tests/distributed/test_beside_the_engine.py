@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ds_parity
 from ds_parity.engine.internals.installed import installed
-from tests.distributed.cells import STAGES
+from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all, perceptron
 from tests.distributed.sets import on_two_ranks
 from tests.distributed.test_changing_parameters import Pair, ones
@@ -382,6 +382,58 @@ def test_where_another_engine_over_the_model_has_cleared_gradients_the_error_say
             assert "Causes: the step of another engine over this model, which on ZeRO stage 0 clears" in said
     for stages in ("11", "22", "33"):
         assert not any("Error" in said for said in results[stages]), results[stages]
+
+
+class _Headed(torch.nn.Module):
+    """A head of its own on a shared layer, which one of two such models trains."""
+
+    def __init__(self, shared, trains):
+        super().__init__()
+        self.shared, self.head, self.trains = shared, torch.nn.Linear(8, 1), trains
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.trains):
+            x = self.shared(x)
+        return self.head(x).sum()
+
+
+FAR = 50_000_000  # elements, DeepSpeed's own default
+
+
+@on_two_ranks
+def engines_that_fetch_ahead(folder):
+    """On ZeRO 3: two engines over one layer step in turn; by whether they fetch ahead, what is raised."""
+    results = {}
+    for ahead in (FAR, 0):
+        shared, engines = torch.nn.Linear(8, 8), []
+        section = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": ahead}
+        for trains in (True, False):
+            model = _Headed(shared, trains)
+            trained = list((model if trains else model.head).parameters())
+            given = config(3, passes=2) | {"zero_optimization": section}
+            engines.append(ds_parity.initialize(model=model, model_parameters=trained, config=given)[0])
+
+        def run(engines=engines):
+            for _ in range(3):
+                for engine in engines:
+                    engine.backward(engine(torch.ones(1, 8, device=engine.device)))
+                    engine.step()
+
+        results[str(ahead)] = from_all([answer(run), [engine.global_steps for engine in engines]])
+        for engine in engines:
+            engine.destroy()
+    return results
+
+
+def test_engines_over_one_model_that_fetch_its_weights_ahead_are_told_so(two_ranks):
+    """tools/deepspeed_faults/engines_of_one_model.py: DeepSpeed's own error is a dictionary."""
+    results = two_ranks.of(engines_that_fetch_ahead)
+    for said, _ in results[str(FAR)]:
+        assert said.startswith(
+            "WindowError: a forward on ZeRO stage 3 needs a weight that is being fetched, and not"
+        ), said
+        assert "Set zero_optimization.stage3_prefetch_bucket_size to 0 in each of these engines" in said
+    assert results["0"] == [["nothing was raised", [3, 3]]] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1])

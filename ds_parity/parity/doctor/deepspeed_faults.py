@@ -267,6 +267,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a leaf module is the first of the model, or returns a dict, a list or a dataclass",
     ),
     DeepSpeedFault(
+        "engines_of_one_model",
+        'a forward raises an AssertionError that says "INFLIGHT"',
+        "set zero_optimization.stage3_prefetch_bucket_size to 0 in both engines",
+        lambda c: c.stage == 3 and c.raw("zero_optimization.stage3_prefetch_bucket_size") != 0,
+        "the process has another engine over the same model",
+    ),
+    DeepSpeedFault(
         "odd_shapes",
         'initialize() raises "self.dim() cannot be 0 to view ... as Byte", or "self.stride(-1) must be 1"',
         "make it a parameter of shape (1,), or one that is contiguous",
