@@ -8,6 +8,7 @@ import torch
 
 from ds_parity.engine.among_ranks import AmongRanks
 from ds_parity.engine.arguments import parts_of, refuse_what_is_no_loss
+from ds_parity.engine.internals.moved_away import refuse_moved_away
 from ds_parity.engine.internals.schedule import refuse_unfit
 from ds_parity.errors import WindowError
 from ds_parity.window import Counts
@@ -60,7 +61,7 @@ def refuse_idle(driver: AmongRanks, counts: Counts) -> None:
 
 
 def refuse_strays(driver: AmongRanks, *, newcomers: bool, ends: bool = False) -> None:
-    """Raise WindowError where gradients, or which parameters there are, changed outside of `backward`.
+    """Raise WindowError where gradients, states, or which parameters there are, changed outside of `backward`.
 
     Args:
         driver: whose window it is.
@@ -68,6 +69,7 @@ def refuse_strays(driver: AmongRanks, *, newcomers: bool, ends: bool = False) ->
         ends: the window is about to end, so that the accelerator may be waited for.
     """
     with driver.telling():
+        refuse_moved_away(driver.engine, driver.ledger.window.index)
         driver.adapter.kept.refuse_freezing(driver.ledger.window.index)
         driver.adapter.kept.refuse_strays(driver.ledger.window.index, ends=ends)
         if newcomers:

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_parity.config.releases import release
 from ds_parity.engine.internals.installed import before
 from ds_parity.parity.running import weights
 from tests.distributed.cells import config
-from tests.distributed.engines import build, one_pass, refusal
+from tests.distributed.engines import build, forward, from_all, one_pass, refusal
 from tests.distributed.sets import at_length_on_two_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -88,6 +89,46 @@ def of_another_optimizer_moved(folder):
     step = engine.last_step.step
     engine.destroy()
     return said, step
+
+
+@at_length_on_two_ranks
+def left_away(folder):
+    """By stage and who moves states away, behind a step or behind a backward: what each rank hears."""
+    results = {}
+    for stage in (1, 2, 3):
+        # On ZeRO 3 one rank alone would gather weights in its forward, for which the other one doesn't come.
+        for name, ranks in {"all": (0, 1), **({"the first": (0,)} if stage < 3 else {})}.items():
+            engine = build(config_of(stage, {}))
+            for seed in range(3):
+                one_pass(engine, seed)
+            if dist.get_rank() in ranks:
+                engine.offload_states(pin_memory=False)
+            said = refusal(lambda: one_pass(engine, 3))  # noqa: B023
+            results[f"{stage} {name}"] = from_all(said)
+            engine.destroy()
+        engine = build(config_of(stage, {}))
+        for seed in range(2):
+            one_pass(engine, seed)
+        engine.backward(forward(engine, 2))
+        engine.offload_states(pin_memory=False)
+        results[f"{stage} behind a backward"] = from_all(refusal(engine.step))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_pass_without_the_states_that_were_moved_away_says_so(two_ranks_at_length, stage):
+    results = two_ranks_at_length.of(left_away)
+    wanted = "WindowError: a pass of window {} while offload_states() has moved states away ("
+    for said in results[f"{stage} all"]:
+        assert said.startswith(wanted.format(1)), said
+        assert said.endswith("call engine.reload_states() before the next backward()")
+    if stage < 3:
+        first, second = results[f"{stage} the first"]
+        assert first.startswith(wanted.format(1)), first
+        assert second.startswith("RankDesyncError: this rank stops because another did: rank 0 has raised"), second
+    for said in results[f"{stage} behind a backward"]:
+        assert said.startswith(wanted.format(0)), said
 
 
 def test_states_of_another_optimizer_are_refused_on_stage_3(two_ranks_at_length):
