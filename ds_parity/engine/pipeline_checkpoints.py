@@ -20,7 +20,7 @@ from ds_parity.engine import kept_states, loading
 from ds_parity.engine.checkpoint import own_values, refuse_a_part_of_universal
 from ds_parity.engine.internals import universal_stages
 from ds_parity.engine.internals.adapter import choose
-from ds_parity.engine.internals.checkpoints import has_experts, own_clipping
+from ds_parity.engine.internals.checkpoints import has_experts, keep_loss_scale, loss_scale, own_clipping
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
@@ -257,8 +257,9 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             literal_paths(),
             empty_partitions(engine),
         ):
-            rates = moved_by_the_schedule(engine, whatever_moves=True)
+            rates, scale = moved_by_the_schedule(engine, whatever_moves=True), loss_scale(engine)
             path, state = engine.load_checkpoint(load_dir, tag, **options)
+            keep_loss_scale(engine, scale)  # one of fp16, which no pipeline runs in here, would grow
             if path is not None and engine.load_universal_checkpoint():
                 stepped = chain.from_iterable(choose(engine).groups())
                 universal_stages.load_layers(engine.module, Path(path).parent, stepped)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_parity
+from ds_parity.parity.running.half_precision import fp16_allowed
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import on_four_ranks
 from tests.distributed.test_pipelines import alone_in_the_process, config, micro_batches, squares
@@ -288,3 +289,41 @@ def test_weights_alone_go_to_other_stages_and_columns(four_ranks, name):
         assert "load_optimizer_states=False" in said
         assert same
         assert trains == "nothing was raised"
+
+
+def _in_halves(outputs, labels):
+    return mean_of_all(outputs.float(), labels.float())
+
+
+@on_four_ranks
+@alone_in_the_process
+def of_an_fp16_pipeline(folder):
+    """The loss scale of a pipeline of bare DeepSpeed in fp16, and behind its load here, at first and behind steps."""
+    layers = [nn.Linear(6, 6, bias=False) for _ in range(4)]
+    pipeline = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=_in_halves, partition_method="uniform")
+    halves = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
+    plain = {key: value for key, value in config(1).items() if key not in ("gradient_accumulation_passes", "ds_parity")}
+    with fp16_allowed():
+        bare, *_ = deepspeed.initialize(
+            model=pipeline,
+            model_parameters=pipeline.parameters(),
+            config={**plain, **halves, "gradient_accumulation_steps": 2},
+        )
+    bare.train_batch(iter([(torch.ones(1, 6).half(), torch.ones(1, 1).half())] * 2))
+    bare.save_checkpoint(folder)
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6, bias=False) for _ in range(4)]
+    pipeline = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=mean_of_all, partition_method="uniform")
+    loading, *_ = ds_parity.initialize(model=pipeline, model_parameters=pipeline.parameters(), config=config(1))
+    said = refusal(lambda: loading.load_checkpoint(folder))
+    scales = [bare.optimizer.loss_scale, loading.optimizer.loss_scale]
+    for number in range(3):
+        loading.train_window(micro_batches(loading, number, SIZES))
+    return from_all([said, *scales, loading.optimizer.loss_scale])
+
+
+def test_a_pipeline_in_fp32_takes_no_loss_scale_of_fp16(four_ranks):
+    """It would grow, and each step at which it does would be half as large as it should be."""
+    for said, saved, at_first, behind in four_ranks.of(of_an_fp16_pipeline):
+        assert said == "nothing was raised"
+        assert (saved > 1, at_first, behind) == (True, 1, 1)
