@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from ds_parity.engine.internals.other_modules import raised_by_deepspeed
 from ds_parity.errors import WindowError
 
 # zero/partitioned_param_coordinator.py, fetch_sub_module, asserts that a weight is there whose status is this one: no
@@ -17,7 +18,7 @@ def explain_fetched(error: Exception) -> None:
     Args:
         error: that the forward has raised.
     """
-    if not isinstance(error, AssertionError) or _SAID not in str(error):
+    if not (isinstance(error, AssertionError) and raised_by_deepspeed(error) and _SAID in str(error)):
         return
     said = " ".join(str(error).split())[:200]
     raise WindowError(
