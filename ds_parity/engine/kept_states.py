@@ -31,12 +31,12 @@ _OWNERS = "states_of"
 _TURNS = "round_robin_gradients"
 _CONFIG = "ds_config"
 _FLAG = TypeAdapter(bool)
-# Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example.
+# Classes whose states are the same: DeepSpeed puts its own in the place of torch's, with offload for example. Of its
+# Adagrad they are others than torch's: `exp_avg_sq` in place of `sum`.
 _ALIKE = (
     {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"},
     {"Lion", "FusedLion", "DeepSpeedCPULion"},
     {"Lamb", "FusedLamb", "DeepSpeedCPULamb"},
-    {"Adagrad", "DeepSpeedCPUAdagrad"},
 )
 
 

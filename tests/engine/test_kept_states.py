@@ -94,3 +94,9 @@ def test_bare_deepspeeds_configuration_tells_whether_a_run_was_in_fp16(config, f
     """As DeepSpeed takes it."""
     assert kept_states.saved_in_fp16({}, {"ds_config": config}) is fp16
     assert kept_states.saved_in_fp16({"states_of": {"fp16": True}}, {"ds_config": config}) is True
+
+
+def test_classes_are_related_whose_states_are_the_same():
+    assert kept_states._related(["FusedAdam"], ["DeepSpeedCPUAdam"])
+    assert kept_states._related(["Halved", "Adagrad"], ["Adagrad"])
+    assert not kept_states._related(["Adagrad"], ["DeepSpeedCPUAdagrad"]), "torch keeps sum, DeepSpeed exp_avg_sq"
