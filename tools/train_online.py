@@ -14,7 +14,7 @@ import io
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,11 @@ def main(args: argparse.Namespace, kind: Callable[..., Online] | None = None) ->
     if args.sync and dist.get_rank() == 0:
         queue.withdraw()  # a run that goes on may have lost the weights that sample now
     # They take seconds to start, and wait for weights then.
-    dealt = shares(target // args.group, args)
-    actors = Actors(args, run, dealt) if dist.get_rank() == 0 else None
+    actors = Actors(args, run, shares(target // args.group, args)) if dist.get_rank() == 0 else None
     try:
         model = GroupRelativePolicy(started(args), **loss)
         engine, *_ = ds_parity.initialize(model=model, model_parameters=model.parameters(), config=config)
-        trained = (kind or Online)(engine, args, queue, actors, dealt)
+        trained = (kind or Online)(engine, args, queue, actors)
         if args.kl:
             trained.reference = GroupRelativePolicy(started(args), **loss).requires_grad_(False).to(engine.device)
         trained.loop()
@@ -188,29 +187,18 @@ class Online:
         args: of the command line.
         queue: of the run.
         actors: on the first rank, to be watched.
-        dealt: how many groups of a window each actor samples.
     """
 
     def __init__(
-        self,
-        engine: ds_parity.ParityEngine,
-        args: argparse.Namespace,
-        queue: Queue,
-        actors: Actors | None,
-        dealt: Sequence[int],
+        self, engine: ds_parity.ParityEngine, args: argparse.Namespace, queue: Queue, actors: Actors | None
     ) -> None:
         self.engine, self.args, self.queue, self.actors = engine, args, queue, actors
         self.rank = dist.get_rank(engine.data_parallel_group)
         self.ledger = Ledger(args.output, self.rank, keep=args.record)
         self.settled = Settled(queue, self.ledger, self.rank)
         self.run = Run(engine, args, self.settled.state, self.settled.saved)
-        self.settled.resume(
-            self.run.kept,
-            engine.window.index,
-            resumed=args.resume,
-            shares=dealt if args.sync else None,
-            size=args.group,
-        )
+        own = shares(engine.window.target // args.group, args) if args.sync else None
+        self.settled.resume(self.run.kept, engine.window.index, resumed=args.resume, shares=own, size=args.group)
         self.reference: GroupRelativePolicy | None = None
         quota = engine.window.target // engine.dp_world_size if args.quota else None
         self._patience = Patience(args.patience)

@@ -10,6 +10,7 @@ from online.account import account
 from online.queues import open_queue
 from online.replay import windows
 
+from benchmarks.setups import launched
 from ds_parity.trace import read_trace
 from tests.tools.online_runs import SCRIPT, OnlineRun
 
@@ -110,6 +111,13 @@ def test_in_step_with_its_actors_it_goes_on_behind_kills_with_whole_windows_of_i
         (n, 16, 0.0) for n in range(1, STEPS + 1)
     ]
     assert found.dropped, "nothing was lost: no kill was behind what a checkpoint contains"
+
+
+@pytest.mark.slow
+def test_the_benchmark_changes_its_rule_from_block_to_block(tmp_path):
+    calls = {"online": {"folder": str(tmp_path / "run"), "blocks": 3, "block": 2}}
+    found = launched(tmp_path / "ranks", "benchmarks.online:measure", calls)["online"]
+    assert [[quota for quota, *_ in blocks] for blocks in found] == [[False, True, False]] * 2
 
 
 def replayed(run, *options):
