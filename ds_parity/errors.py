@@ -11,6 +11,8 @@
 Every message names the thing, its value, the rule and the way out.
 """
 
+from traceback import walk_tb
+
 
 class DsParityError(Exception):
     """Root of everything that ds_parity raises on purpose."""
@@ -44,3 +46,8 @@ class CheckpointError(DsParityError):
 
 class HarnessError(DsParityError):
     """A parity run that ended without a verdict: a rank died, the launcher is missing, time ran out."""
+
+
+def modules_through(error: BaseException) -> list[str]:
+    """Return the names of the modules that an error came through, the one that raised it last; none if nobody has."""
+    return [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]

@@ -16,7 +16,7 @@ import torch
 from ds_parity.engine.internals.checkpoints import OF_WRAPPERS, REFUSALS, parts_of
 from ds_parity.engine.internals.model_parts import divided_by_mpu
 from ds_parity.engine.internals.schedule import behind_proxy
-from ds_parity.errors import CheckpointError
+from ds_parity.errors import CheckpointError, modules_through
 
 _CONVERT = (
     "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder DIR/TAG "
@@ -77,8 +77,7 @@ def _inside_the_reader(error: Exception) -> bool:
     # that is gone, and memory that is not there, are no damage; what others than DeepSpeed read is their own.
     if isinstance(error, AttributeError | ImportError | MemoryError | torch.OutOfMemoryError):
         return False
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
-    callers = [before for before, after in pairwise(modules) if after == _READER != before]
+    callers = [before for before, after in pairwise(modules_through(error)) if after == _READER != before]
     return any(one.startswith(_OF_DEEPSPEED) for one in callers)
 
 

@@ -77,7 +77,6 @@ OTHERS = {
     ),
     "data_ptr",
     *("Process", "create_time", "exists", "resolve", "st_mtime_ns", "stat"),  # of files and their age
-    "f_globals",  # of the module that has raised
     *("TemporaryFile", "fileno", "fstat", "st_mtime", "time"),  # and by which clock it goes
     *("are_of_another_stage", "have_replaced"),  # of what a save has written
     *("renamed", "saves"),  # of our own Files

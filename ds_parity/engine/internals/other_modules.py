@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from traceback import walk_tb
-
-from ds_parity.errors import WindowError
+from ds_parity.errors import WindowError, modules_through
 
 # runtime/zero/utils.py, assert_ints_same_as_other_ranks: on every rank that differs from the first, and not on that.
 _SAID = "Detected a disagreement on list"
@@ -12,8 +10,7 @@ _SAID = "Detected a disagreement on list"
 
 def raised_by_deepspeed(error: Exception) -> bool:
     """Whether DeepSpeed has raised it: what a model raises may read alike, and is the loop's to see as it is."""
-    names = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
-    return bool(names) and names[-1].startswith("deepspeed.")
+    return any(name.startswith("deepspeed.") for name in modules_through(error)[-1:])
 
 
 def explain(error: Exception) -> None:

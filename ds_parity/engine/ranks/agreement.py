@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from ds_parity.engine.ranks.hostgroups import everybody, group_among, way_out
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import Place, of_each, some_of
-from ds_parity.errors import ConfigError, RankDesyncError
+from ds_parity.errors import ConfigError, RankDesyncError, modules_through
 from ds_parity.values import whole
 
 # What a rank says, and where it puts things, is its own affair.
@@ -297,8 +296,7 @@ def naming_lost_ranks_of_torch(where: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
-        if not raised_in.f_globals.get("__name__", "").startswith("torch.distributed"):
+        if not modules_through(error)[-1].startswith("torch.distributed"):
             raise
         with naming_lost_ranks(where):
             raise
