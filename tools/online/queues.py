@@ -7,12 +7,14 @@ So whoever is killed, wherever it is, a group is in one place, and it is known i
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,12 +148,11 @@ class Folder:
     def versions(self, place: str) -> list[int]:
         """Read the files; those that wait first, because they move on meanwhile."""
         found: dict[str, int] = {}
-        for folder in (lambda: [self._waiting], lambda: list(self._claimed.iterdir())):
-            for path in (one / name for one in folder() for name in self._names(one)):
-                if _id_in(path.name).startswith(f"{place}."):
-                    # Settled meanwhile, or no whole group, which the rank that claims it says.
-                    with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-                        found[_id_in(path.name)] = int(json.loads(path.read_bytes())["version"])
+        own = f"[!.]*~{glob.escape(place)}.*.json"
+        for path in chain(self._waiting.glob(own), self._claimed.glob(f"*/{own}")):
+            # Settled meanwhile, or no whole group, which the rank that claims it says.
+            with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+                found[path.name] = int(json.loads(path.read_bytes())["version"])
         return list(found.values())
 
     def publish(self, version: int, weights: bytes) -> None:
