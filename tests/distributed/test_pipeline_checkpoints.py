@@ -53,22 +53,20 @@ CHANGES = {
 }  # fmt: skip
 
 
-def build(extended, turned=False, frozen=None, stages=2):
+def mean_of_all(outputs, labels):
+    return squares(outputs.mean(-1, keepdim=True), labels)
+
+
+def build(extended, turned=False, frozen=None, stages=2, loss_fn=mean_of_all, initialize=ds_parity.initialize):
     """Build a pipeline whose layers are of one size, so that the states of one fit another."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)]
     layers += [nn.Tanh(), nn.Linear(6, 6, bias=False)]
     if frozen is not None:
         layers[2 * frozen].requires_grad_(False)
-    pipeline = deepspeed.PipelineModule(layers, num_stages=stages, loss_fn=mean_of_all, partition_method="uniform")
+    pipeline = deepspeed.PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
     trained = [one for one in pipeline.parameters() if one.requires_grad]
-    return ds_parity.initialize(model=pipeline, model_parameters=trained[::-1] if turned else trained, config=extended)[
-        0
-    ]
-
-
-def mean_of_all(outputs, labels):
-    return squares(outputs.mean(-1, keepdim=True), labels)
+    return initialize(model=pipeline, model_parameters=trained[::-1] if turned else trained, config=extended)[0]
 
 
 def answered(folder, name, change):
@@ -299,22 +297,15 @@ def _in_halves(outputs, labels):
 @alone_in_the_process
 def of_an_fp16_pipeline(folder):
     """The loss scale of a pipeline of bare DeepSpeed in fp16, and behind its load here, at first and behind steps."""
-    layers = [nn.Linear(6, 6, bias=False) for _ in range(4)]
-    pipeline = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=_in_halves, partition_method="uniform")
     halves = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
-    plain = {key: value for key, value in config(1).items() if key not in ("gradient_accumulation_passes", "ds_parity")}
+    plain = {key: value for key, value in config(1).items() if key != "ds_parity"}
     with fp16_allowed():
-        bare, *_ = deepspeed.initialize(
-            model=pipeline,
-            model_parameters=pipeline.parameters(),
-            config={**plain, **halves, "gradient_accumulation_steps": 2},
+        bare = build(
+            {**plain, **halves, "gradient_accumulation_steps": 2}, loss_fn=_in_halves, initialize=deepspeed.initialize
         )
     bare.train_batch(iter([(torch.ones(1, 6).half(), torch.ones(1, 1).half())] * 2))
     bare.save_checkpoint(folder)
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 6, bias=False) for _ in range(4)]
-    pipeline = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=mean_of_all, partition_method="uniform")
-    loading, *_ = ds_parity.initialize(model=pipeline, model_parameters=pipeline.parameters(), config=config(1))
+    loading = build(config(1))
     said = refusal(lambda: loading.load_checkpoint(folder))
     scales = [bare.optimizer.loss_scale, loading.optimizer.loss_scale]
     for number in range(3):
