@@ -138,7 +138,7 @@ class Patience:
         if time.monotonic() - self._since > self._seconds:
             raise QueueError(
                 f"no rollout has arrived for {self._seconds:g} s: look for messages of the actors"
-                + (f"; {dropped} groups were dropped by their lag, for which --max_lag is the bound" if dropped else "")
+                + (f"; {dropped} groups were dropped: their lag was above --max_lag (0 with --sync)" if dropped else "")
             )
 
 
