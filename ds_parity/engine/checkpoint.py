@@ -28,7 +28,12 @@ from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.model_parts import divided_by_mpu, number_of_parts
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
-from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
+from ds_parity.engine.internals.schedule import (
+    follow_the_schedule,
+    kind_of_schedule,
+    moved_by_the_schedule,
+    warn_of_another_schedule,
+)
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.swapped import refuse_swapped
 from ds_parity.engine.internals.universal import load_untrained, refuse_left_over
@@ -49,7 +54,7 @@ from ds_parity.engine.kept_states import (
 from ds_parity.engine.members import MEMBERS, members, refuse_other_members
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.wire import RESUMES
-from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, SCHEDULER, Saving, agreed, write
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
 
@@ -138,6 +143,8 @@ def _go_on(
             driver.adapter.show_stepped_weights()
     resume(driver, state, scheduler=scheduler, optimizer=optimizer)
     follow_the_schedule(driver.engine, rates, ours.get(SCHEDULE), scheduler=scheduler, optimizer=optimizer)
+    if scheduler:
+        warn_of_another_schedule(driver.engine, ours.get(SCHEDULER))
 
 
 def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> bool:
@@ -226,7 +233,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
         ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())
-        ours[SCHEDULE] = moved_by_the_schedule(driver.engine)
+        ours |= {SCHEDULE: moved_by_the_schedule(driver.engine), SCHEDULER: kind_of_schedule(driver.engine)}
         if (scaler := driver.adapter.grad_scaler()) is not None:
             ours[_GRAD_SCALER] = scaler.state_dict()
     except Exception as error:

@@ -24,11 +24,16 @@ from ds_parity.engine.internals.checkpoints import has_experts, keep_loss_scale,
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
-from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
+from ds_parity.engine.internals.schedule import (
+    follow_the_schedule,
+    kind_of_schedule,
+    moved_by_the_schedule,
+    warn_of_another_schedule,
+)
 from ds_parity.engine.internals.stages import as_it_was_saved, layer_without_a_file
 from ds_parity.engine.members import MEMBERS, members, of_all_stages, refuse_other_names, refuse_other_pipeline
 from ds_parity.engine.ranks.agreement import in_short
-from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, Gather, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, SCHEDULER, Gather, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of, tag_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
@@ -63,7 +68,7 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     own = own_values(engine, client_state, ours)
     ours[MEMBERS] = members(engine, adapter.groups_of_optimizer())
     ours |= {universal_stages.TIED: universal_stages.places(engine.module), _SETTINGS: _settings(engine)}
-    ours[SCHEDULE] = moved_by_the_schedule(engine)
+    ours |= {SCHEDULE: moved_by_the_schedule(engine), SCHEDULER: kind_of_schedule(engine)}
     return {**own, KEY: ours}
 
 
@@ -265,8 +270,10 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
                 universal_stages.load_layers(engine.module, Path(path).parent, stepped)
         if path is not None and not options["load_module_only"]:
             scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
-            saved = (state or {}).get(KEY, {}).get(SCHEDULE)
-            follow_the_schedule(engine, rates, saved, scheduler=scheduler, optimizer=optimizer)
+            ours = (state or {}).get(KEY, {})
+            follow_the_schedule(engine, rates, ours.get(SCHEDULE), scheduler=scheduler, optimizer=optimizer)
+            if scheduler:
+                warn_of_another_schedule(engine, ours.get(SCHEDULER))
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

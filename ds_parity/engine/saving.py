@@ -26,6 +26,8 @@ KEY: Final = "ds_parity"
 """Under this name of the client state: that of the windows."""
 SCHEDULE: Final = "schedule"
 """Under this name of our state: what schedulers keep in the groups of the optimizer, such as the rate of each."""
+SCHEDULER: Final = "scheduler"
+"""Under this name of our state: the class of the scheduler, by its name."""
 IDENTITY: Final = "identity"
 """Under this name of the window's state: what tells one save from all others."""
 

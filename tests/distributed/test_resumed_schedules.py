@@ -6,7 +6,8 @@ import torch
 from torch.optim import lr_scheduler
 
 import ds_parity
-from tests.distributed.engines import from_all
+from ds_parity.errors import CheckpointError
+from tests.distributed.engines import from_all, listen
 from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
 from tests.distributed.test_pipelines import alone_in_the_process, micro_batches, squares
 
@@ -31,10 +32,11 @@ SCHEDULERS = {
     "SequentialLR": warm_up,
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, _halved),
     "WarmupCosineLR": {"total_num_steps": 9, "warmup_num_steps": 2},
+    "WarmupLR": {"warmup_num_steps": 2},
     "none": None,
 }
 # By name: a scheduler, and the ZeRO stage, or "pipeline" or "tensor", which are on ZeRO 1.
-CASES = {f"{name} on {stage}": (name, stage) for name, stage in [(name, 1) for name in SCHEDULERS]}
+CASES = {f"{name} on 1": (name, 1) for name in SCHEDULERS if name != "WarmupLR"}
 CASES |= {f"StepLR on {stage}": ("StepLR", stage) for stage in (0, 2, 3)}
 CASES["StepLR by a tensor"] = ("StepLR", "tensor")
 CASES["StepLR in a pipeline"] = ("StepLR", "pipeline")
@@ -120,3 +122,46 @@ def test_rates_follow_the_schedule_whatever_is_loaded_of_it(request, case):
         assert behind_scheduler == goes_on
         assert behind_optimizer == begins
         assert "none" in case or begins != goes_on
+
+
+# By name: the scheduler that saves, the one that loads its state, where, and whether the rates may be those of neither.
+CHANGED = {
+    "StepLR, then CosineAnnealingLR": ("StepLR", "CosineAnnealingLR", 1, True),
+    "CosineAnnealingLR, then StepLR in a pipeline": ("CosineAnnealingLR", "StepLR", "pipeline", True),
+    "WarmupCosineLR, then StepLR": ("WarmupCosineLR", "StepLR", 0, True),
+    "StepLR, then StepLR": ("StepLR", "StepLR", 3, False),
+    "WarmupLR, then WarmupCosineLR": ("WarmupLR", "WarmupCosineLR", 2, False),
+    "none, then StepLR": ("none", "StepLR", 1, None),
+}
+
+
+@on_two_ranks
+@alone_in_the_process
+def warned_of_other_schedulers(folder):
+    results = {}
+    for case, (name, other, stage, _) in CHANGED.items():
+        saving = build(name, stage)
+        train(saving, range(2))
+        saving.save_checkpoint(f"{folder}/{case}")
+        found = []
+        for option in (True, False):
+            deepspeed.utils.groups.mpu = None
+            engine = build(other, stage)
+            text, stop = listen()
+            try:
+                engine.load_checkpoint(f"{folder}/{case}", load_lr_scheduler_states=option)
+                found.append(f"saved with the LR scheduler {name}, and {other} has loaded its state" in text.getvalue())
+            except CheckpointError:
+                found.append(None)
+            stop()
+        results[case] = from_all(found)
+        deepspeed.utils.groups.mpu = None
+    return results
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_the_state_of_another_kind_of_scheduler_is_warned_of(two_ranks, case):
+    name, other, _, warned = CHANGED[case]
+    for with_its_state, without in two_ranks.of(warned_of_other_schedulers)[case]:
+        assert with_its_state is warned
+        assert without is False, f"{name} was asked for by nobody, and {other} begins"

@@ -113,6 +113,37 @@ def moved_by_the_schedule(engine: Engine, *, whatever_moves: bool = False) -> li
     ]
 
 
+def kind_of_schedule(engine: Engine) -> str | None:
+    """Return the name of the class of an engine's LR scheduler; None without one.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+    """
+    scheduler = behind_proxy(engine.lr_scheduler)
+    return None if scheduler is None else type(scheduler).__name__
+
+
+def warn_of_another_schedule(engine: Engine, saved: str | None) -> None:
+    """Warn where a scheduler has loaded the state of one of another class, which torch's do without a word.
+
+    DeepSpeed's own are not warned of: their state is a position, which each of them takes alike.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not, behind the load of the scheduler's state.
+        saved: what `kind_of_schedule` was when it was saved; None where the checkpoint does not tell.
+    """
+    own = kind_of_schedule(engine)
+    if own is None or saved in (None, own) or {own, saved} <= set(lr_schedules.VALID_LR_SCHEDULES):
+        return
+    _LOG.warning(
+        "the checkpoint was saved with the LR scheduler %s, and %s has loaded its state: what both keep under one name "
+        "has the value of the checkpoint, so that the learning rates may be those of neither. Give "
+        "load_lr_scheduler_states=False, which begins the schedule here, or load it with the scheduler that saved it",
+        saved,
+        own,
+    )
+
+
 def _moved_by(scheduler: Any) -> set[str]:
     cycled = _CYCLED if getattr(behind_proxy(scheduler), "cycle_momentum", False) else ()
     return {*_OF_SCHEDULERS, *cycled}
