@@ -31,6 +31,7 @@ from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
 from ds_parity.engine.internals.group_options import CLIPPING, Options
 from ds_parity.engine.internals.installed import refused_by_call
+from ds_parity.engine.internals.moved_away import refuse_moved_away
 from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.schedule import failing_loudly, needed_by
 from ds_parity.engine.internals.shown_groups import whole_groups
@@ -334,6 +335,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         try:
             self._self_between.refuse(self._windows)
             refuse_half_loaded(self._self_half_loaded, "train_window()")
+            refuse_moved_away(self.__wrapped__, self._windows, steps=True)
             refuse_dropped_tokens(self.__wrapped__)
             batches = _listed(micro_batches)
             counts = tuple(counts_in(one, self._self_weighting) for one in batches)

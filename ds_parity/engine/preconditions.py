@@ -69,7 +69,9 @@ def refuse_strays(driver: AmongRanks, *, newcomers: bool, ends: bool = False) ->
         ends: the window is about to end, so that the accelerator may be waited for.
     """
     with driver.telling():
-        refuse_moved_away(driver.engine, driver.ledger.window.index)
+        # Inside coalesce_grad_reduction() gradients are reduced, and nothing is stepped.
+        steps = ends and not driver.adapter.keeps_whole_gradients
+        refuse_moved_away(driver.engine, driver.ledger.window.index, steps=steps)
         driver.adapter.kept.refuse_freezing(driver.ledger.window.index)
         driver.adapter.kept.refuse_strays(driver.ledger.window.index, ends=ends)
         if newcomers:

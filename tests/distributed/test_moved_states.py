@@ -1,15 +1,19 @@
 """States that leave the accelerator inside a window and come back: the steps are those of an engine that keeps them."""
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from ds_parity.config.releases import release
 from ds_parity.engine.internals.installed import before
 from ds_parity.parity.running import weights
+from tests.distributed import test_pipelines as pipelines
 from tests.distributed.cells import config
 from tests.distributed.engines import build, forward, from_all, one_pass, refusal
 from tests.distributed.sets import at_length_on_two_ranks
+from tests.distributed.test_pipelines import alone_in_the_process
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -116,19 +120,97 @@ def left_away(folder):
     return results
 
 
+# What only a step needs.
+OF_STEPS = {
+    "optimizer's": (OffloadStateTypeEnum.optim_states,),
+    "fp32 weights": (OffloadStateTypeEnum.hp_params,),
+    "both": (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params),
+}
+
+
+def windows_of(engine, moved, forgets=False):
+    """Three windows of three passes, through which states are away; what a loop hears that forgets them in one."""
+    said = None
+    for window in range(3):
+        engine.offload_states(include=moved, pin_memory=False)
+        for seed in range(3):
+            engine.backward(forward(engine, 3 * window + seed))
+            if seed < 2:
+                engine.step()
+        if forgets and window == 1:
+            said = refusal(engine.step)
+        engine.reload_states()
+        engine.step()
+    vector, step = weights.vector(engine.module).tolist(), engine.last_step.step
+    engine.destroy()
+    return (vector, step), from_all(said)
+
+
+@at_length_on_two_ranks
+def away_in_passes(folder):
+    """By stage and states: without a move, with them away in passes, what a step without them says, and behind it."""
+    results = {}
+    for stage in (1, 2, 3):
+        kept, _ = windows_of(build(config_of(stage, {})), ())
+        for name, moved in OF_STEPS.items():
+            away, _ = windows_of(build(config_of(stage, {})), moved)
+            behind, forgotten = windows_of(build(config_of(stage, {})), moved, forgets=True)
+            results[f"{stage} {name}"] = [kept, away, forgotten, behind]
+    return results
+
+
+@at_length_on_two_ranks
+@alone_in_the_process
+def away_in_a_pipeline(folder):
+    """Weights of a stage behind three windows; what one without its states says, and weights of a loop that goes on."""
+
+    def trained_pipeline(forgets):
+        engine, said = pipelines.build(pipelines.config(1, optimizer=ADAM["optimizer"])), None
+        for window in range(3):
+            if forgets and window == 1:
+                engine.offload_states(pin_memory=False)
+                said = refusal(lambda: engine.train_window(pipelines.micro_batches(engine, 1, [[2, 1]])))
+                engine.reload_states()
+            engine.train_window(pipelines.micro_batches(engine, window, [[2, 1]]))
+        vector = from_all(weights.vector(engine.module).tolist())
+        deepspeed.utils.groups.mpu = None
+        return vector, from_all(said)
+
+    kept, _ = trained_pipeline(forgets=False)
+    behind, said = trained_pipeline(forgets=True)
+    return kept, said, behind
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_pass_without_the_states_that_were_moved_away_says_so(two_ranks_at_length, stage):
     results = two_ranks_at_length.of(left_away)
-    wanted = "WindowError: a pass of window {} while offload_states() has moved states away ("
+    wanted = "WindowError: {} of window {} while offload_states() has moved states away that it needs ("
     for said in results[f"{stage} all"]:
-        assert said.startswith(wanted.format(1)), said
-        assert said.endswith("call engine.reload_states() before the next backward()")
+        assert said.startswith(wanted.format("a pass", 1)), said
+        assert said.endswith("call engine.reload_states() before it")
     if stage < 3:
         first, second = results[f"{stage} the first"]
-        assert first.startswith(wanted.format(1)), first
+        assert first.startswith(wanted.format("a pass", 1)), first
         assert second.startswith("RankDesyncError: this rank stops because another did: rank 0 has raised"), second
     for said in results[f"{stage} behind a backward"]:
-        assert said.startswith(wanted.format(0)), said
+        assert said.startswith(wanted.format("the step", 0)), said
+
+
+@pytest.mark.parametrize("moved", OF_STEPS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_passes_run_while_what_only_a_step_needs_is_away(two_ranks_at_length, stage, moved):
+    kept, away, forgotten, behind = two_ranks_at_length.of(away_in_passes)[f"{stage} {moved}"]
+    assert away == kept
+    for said in forgotten:
+        assert said.startswith("WindowError: the step of window 1 while offload_states() has moved states away"), said
+    assert behind == kept, "the step comes again behind reload_states()"
+
+
+def test_a_pipeline_without_states_that_were_moved_away_says_so(two_ranks_at_length):
+    kept, said, behind = two_ranks_at_length.of(away_in_a_pipeline)
+    for one in said:
+        assert one.startswith("WindowError: the step of window 1 while offload_states() has moved states away"), one
+    assert behind == kept, "nothing has run, and the window comes again"
 
 
 def test_states_of_another_optimizer_are_refused_on_stage_3(two_ranks_at_length):
