@@ -320,6 +320,21 @@ def test_a_loss_that_is_not_logged_once_has_no_factor(tmp_path):
     )
 
 
+@pytest.mark.parametrize("logged", ["nan", "inf", "-inf"])
+def test_a_loss_that_is_no_number_once_has_no_other_cause(tmp_path, logged):
+    lines = [f"{step},{2 + step / 10},{step / 1e4},{0.5 + step / 50}" for step in range(1, 21)]
+    lost = [line.replace("2.5,", f"{logged},") if line.startswith("5,") else line for line in lines]
+    paths = tmp_path / "a.csv", tmp_path / "b.csv"
+    for path, rows in zip(paths, (lines, lost), strict=True):
+        path.write_text("\n".join(["step,loss,lr,grad_norm", *rows]) + "\n")
+    one, other = open_pair(*paths)
+    (cause,) = diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes
+    assert (cause.name, cause.evidence.partition(";")[0]) == (
+        "reported-loss",
+        "a loss that is not finite, or none, is logged in step 5, where the reference has one",
+    )
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_fault_without_a_number_of_its_own_is_unknown_with_what_is_certain(name):
     change, classes = UNKNOWN[name]

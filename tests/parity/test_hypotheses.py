@@ -392,6 +392,18 @@ def _all_of_two(wanted):
     return all(one.last - one.first == 1 for one in windows_of(wanted.batches(), wanted.settings))
 
 
+@pytest.mark.parametrize("norm", [float("nan"), float("inf"), -float("inf"), 1e154, 1e308, -1.0, 0.0])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_norm_that_no_step_has_is_no_part_of_a_fault(reference, wanted, tmp_path, norm, at):
+    """A part of a fault is a root of a polynomial, and numpy raises for one whose numbers are not finite."""
+    candidate = trained(wanted, "plain", tmp_path, EvenShares(wanted))
+    steps = list(candidate.steps)
+    steps[at] = steps[at].model_copy(update={"grad_norm": norm})
+    for right, wrong in ((reference, replace(candidate, steps=tuple(steps))), (candidate, reference)):
+        found = diagnosed(right, wrong)
+        assert found.certain[0].startswith("first to differ"), found
+
+
 def test_where_rounding_is_wider_than_hypotheses_lie_apart_none_is_named(wanted, reference, tmp_path):
     """In bf16 a norm is right to 2 %: without weights, several faults have it."""
     candidate = trained(wanted, "plain", tmp_path, EvenShares(wanted))

@@ -133,7 +133,7 @@ LOSS = ((1, "loss"), (1, "grad_norm"), (1, "weights"))
 
 
 class TestWhatIsSaid:
-    def sentence(self, train="training:nll", bare=False, apart=LOSS, **equal):
+    def sentence(self, train="training:nll", bare=False, apart=LOSS, steps=4, **equal):
         from types import SimpleNamespace
 
         scenario = Scenario("said", cells.config(2, loss_weight="token"), train=train)
@@ -142,6 +142,7 @@ class TestWhatIsSaid:
             SimpleNamespace(
                 scenario=scenario,
                 reference=name.replace("_", "-"),
+                candidate=SimpleNamespace(steps=range(steps)),
                 comparison=SimpleNamespace(
                     equal=alike,
                     proves_little=(),
@@ -157,6 +158,14 @@ class TestWhatIsSaid:
         said = self.sentence(deepspeed_loop=True)
         assert (
             said == "every step is equal; both sides ran training:nll, so only the engine was judged, and not its loss"
+        )
+
+    @pytest.mark.parametrize(("steps", "ran"), [(1, "1 step"), (3, "3 steps")])
+    def test_a_function_that_ends_early_is_told_what_was_not_judged(self, steps, ran):
+        said = self.sentence(deepspeed_loop=True, steps=steps)
+        assert said.endswith(
+            f"and not its loss. It took {ran}, and its micro-batches are those of 4 windows: what it left out was not "
+            "judged"
         )
 
     @pytest.mark.parametrize("equal", [{"torch": True}, {"deepspeed_loop": True, "torch": True}])

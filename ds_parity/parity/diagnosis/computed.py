@@ -7,6 +7,7 @@ and only tell whether the fault stays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,7 @@ _OF_SGD = 0.3
 # Later norms are off by about: a hypothesis is dropped for another that is so many times nearer.
 _NEARER, _ABOUT = 3.0, 0.02
 _LEAST = 0.02  # of a loss
+_LONGER = 2.0  # than a norm is by rounding
 _FOLDED, _WIDTH = 8, 32  # numbers of a hypothesis, and of the sketch that they are sums of
 _OF_APART = 0.01  # numbers of a hypothesis have four digits, and an update is as exact as its gradient
 
@@ -231,6 +233,9 @@ class FirstStep:
         shares = name in MEANINGS and MEANINGS[name].of_shares
         known = it.along is not None and it.grad_norm and a.grad_norm and b.grad_norm
         if not (shares and known and self.moves.sgd) or self.apart is None or self.view.trained_alike:
+            return
+        # A mean of two gradients is no longer than the longer one; what is not finite, or very large, is no such mean.
+        if not 0 < b.grad_norm < _LONGER * max(a.grad_norm, it.grad_norm) < math.inf:  # type: ignore[operator,type-var]
             return
         square, along = (it.grad_norm / a.grad_norm) ** 2, it.along  # type: ignore[operator]
         wanted = (b.grad_norm / a.grad_norm) ** 2  # type: ignore[operator]

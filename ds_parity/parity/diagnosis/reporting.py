@@ -86,7 +86,9 @@ def _loss(view: View) -> Iterator[Cause]:
         return
     factor, exact = _one_factor(view), exact_factor(view)
     if lost := _without_a_loss(view):
-        said = f"no loss is logged in step {', '.join(map(str, lost[:5]))}{', ...' if lost[5:] else ''}, where the "
+        none = all(b.loss is None for _, b in view.pairs if not _is_number(b.loss))
+        what = "no loss is logged" if none else "a loss that is not finite, or none, is logged"
+        said = f"{what} in step {', '.join(map(str, lost[:5]))}{', ...' if lost[5:] else ''}, where the "
         said += f"reference has one; {_proof(view)}"
     elif factor and not exact:
         said = f"the logged loss is about {factor:.3g} times the reference's in every step, within rounding; "
@@ -154,10 +156,17 @@ def _slack(view: View, loss: float, passes: int, logged: float) -> float:
 
 
 def _without_a_loss(view: View) -> list[int]:
-    """The steps without a logged loss, if all other losses are the reference's."""
-    lost = [at for at, (a, b) in enumerate(view.pairs) if a.loss is not None and b.loss is None]
-    others = [(a.loss, b.loss) for a, b in view.pairs if b.loss is not None]
-    return [view.step(at) for at in lost] if lost and all(x == y for x, y in others) else []
+    """The steps without a logged loss, or with one that is no number, if all other losses are the reference's."""
+    known = [(at, a.loss, b.loss) for at, (a, b) in enumerate(view.pairs) if a.loss is not None]
+    lost = [at for at, x, y in known if math.isfinite(x) and not _is_number(y)]
+    others = [(x, y) for at, x, y in known if at not in lost]
+    least = _SINGLE * max((abs(x) for x, _ in others), default=0.0)
+    alike = all(y is not None and (x == y or abs(x - y) <= least) for x, y in others)
+    return [view.step(at) for at in lost] if alike else []
+
+
+def _is_number(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
 
 
 def exact_factor(view: View) -> bool:

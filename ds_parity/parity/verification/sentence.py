@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ds_parity.config import Settings
 from ds_parity.parity.comparison.fields import Comparison
+from ds_parity.parity.subjects.oracle import windows_of
 
 if TYPE_CHECKING:
     from ds_parity.parity.verification.verify import Outcome
@@ -31,11 +32,27 @@ def found(outcomes: Sequence[Outcome], equal: bool, bare: bool) -> str:
             "divided as the configuration says (a constant factor of it is on both sides, and was not judged)"
         )
     if equal:
-        return f"every step is equal; both sides ran {function}, so only the engine was judged, and not its loss"
+        said = f"every step is equal; both sides ran {function}, so only the engine was judged, and not its loss"
+        return said + _left_out(next(iter(trains.values())))
     if whole is None or whole.comparison.equal:
         return "the runs differ"
     loop = trains.get("deepspeed-loop")
     return _apart(whole.comparison, None if loop is None else loop.comparison.equal, function, settings, bare)
+
+
+def _left_out(outcome: Outcome) -> str:
+    """Say that both sides ran fewer windows than there are; "" where they ran all, or end windows themselves."""
+    scenario, steps = outcome.scenario, len(outcome.candidate.steps)
+    if scenario.settings.by_caller:
+        return ""
+    windows = windows_of(scenario.batches(), scenario.settings)
+    there = len(windows) - (scenario.settings.last_window == "drop" and scenario.short > 0)
+    if steps >= there:
+        return ""
+    return (
+        f". It took {steps} step{'s' * (steps != 1)}, and its micro-batches are those of {there} windows: what it left "
+        "out was not judged"
+    )
 
 
 def _apart(whole: Comparison, by_hand: bool | None, function: str, settings: Settings, bare: bool) -> str:
