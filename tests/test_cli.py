@@ -314,7 +314,7 @@ class TestCompare:
     def test_a_difference_of_rounding_is_named_so_with_no_cause_and_the_exit_code_is_that_of_the_tier(self, tmp_path):
         sides = trace(tmp_path / "a.jsonl"), trace(tmp_path / "b.jsonl", loss=1.00000006)
         exact, asked = ds_parity("compare", *sides), ds_parity("compare", *sides, "--tier", "reassociated")
-        assert "exact tier (implied by the headers: both are ds_parity, with the same settings)" in exact.stdout
+        assert "exact tier (implied by the traces: both are ds_parity, with the same settings)" in exact.stdout
         assert (exact.returncode, asked.returncode) == (1, 0)
         assert "FAIL: equal but for rounding" in exact.stdout
         assert "PASS: equal but for rounding" in asked.stdout

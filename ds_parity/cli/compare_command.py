@@ -45,7 +45,7 @@ def compare(
     from ds_parity.parity import report as reports
     from ds_parity.parity.comparison.bounds import Tier
     from ds_parity.parity.comparison.compare import compare as compared
-    from ds_parity.parity.comparison.implied import implied
+    from ds_parity.parity.comparison.implied import cut_otherwise, implied
     from ds_parity.parity.comparison.verdicts import verdict_of, within_rounding
     from ds_parity.parity.diagnosis import NOTHING, diagnose
     from ds_parity.trace.foreign import open_pair
@@ -57,9 +57,11 @@ def compare(
         reference, candidate, both=maps or (), left=map_reference or (), right=map_candidate or (), mean_loss=mean_loss
     )
     given = implied(a.header, b.header)
-    chosen, kind = Tier(tier) if tier else given.tier, given.dtype if dtype is None else dtype
-    why = "asked for" if tier else f"implied by the headers: {given.because}"
-    result = compared(a, b, chosen, kind)
+    kind = given.dtype if dtype is None else dtype
+    result = compared(a, b, Tier(tier) if tier else given.tier, kind)
+    if not tier and (cut := cut_otherwise(given, result)) is not given:
+        given, result = cut, compared(a, b, cut.tier, kind)
+    chosen, why = result.tier, "asked for" if tier else f"implied by the traces: {given.because}"
     rounding = within_rounding(result, lambda: compared(a, b, Tier.REASSOCIATED, kind))
     diagnosis = NOTHING if rounding is not None else diagnose(a, b, result)
     words = verdict_of(result, rounding)

@@ -164,6 +164,14 @@ class TestPackages:
         assert (finding.state, facts) == (State.UNKNOWN, {})
         assert "libcudart.so.11" in finding.said
 
+    @pytest.mark.parametrize(("devices", "state"), [(0, State.BITES), (2, State.FINE)])
+    def test_an_accelerator_without_a_device_bites(self, monkeypatch, devices, state):
+        facts = {"accelerator": "cuda", "devices": devices, "backend": "nccl"}
+        monkeypatch.setattr(asking, "ask", lambda *_: [asking.Reply((facts,), 0, "")])
+        finding, told = asking.accelerator({})
+        assert (finding.state, told) == (state, facts)
+        assert ("CUDA_VISIBLE_DEVICES" in finding.way_out) is (devices == 0)
+
 
 class TestRanks:
     """Two that talk are in `TestCommand`: each pair loads torch twice."""

@@ -146,6 +146,15 @@ def test_pattern_as_expected():
     assert pattern(EXPECTED) == "as expected"
 
 
+def test_a_share_that_is_off_by_more_than_rounding_is_not_called_as_expected():
+    rows, shares = gradients(), np.array(EXPECTED)
+    shares[0, 0] *= 1.001
+    found = decompose(update(shares, rows), rows, EXPECTED)
+    assert not found.within(1e-5)
+    assert found.said(1e-5).startswith("shares that lie near the weights, and not as near as rounding leaves them (")
+    assert found.said(1e-2).startswith("as expected (")
+
+
 def test_pattern_of_an_update_of_zero():
     assert pattern(np.zeros((3, 2))) == "nothing entered the step"
 

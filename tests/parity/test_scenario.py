@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from torch import nn
@@ -118,6 +119,13 @@ def test_short_takes_that_many_rollouts_off_the_end_and_leaves_the_last_window_o
     assert Counter(flat(wanted.layout())) == Counter(flat(scenario(shape).layout())[: 4 * 12 - short])
     assert [w.open for w in windows_of(wanted.batches(), wanted.settings)] == [False] * 3 + [True]
     assert not any(w.open for w in windows_of(scenario(shape).batches(), wanted.settings))
+
+
+def test_rollouts_that_close_no_window_are_refused_where_the_last_one_is_dropped():
+    wanted = replace(scenario("ragged", short=11), config=cells.config(2, last_window="drop"), windows=1)
+    with pytest.raises(ConfigError, match=r"close none of 12 rollouts, and ds_parity.last_window is 'drop'"):
+        wanted.layout()
+    assert len(windows_of(replace(wanted, windows=3).batches(), wanted.settings)) == 2
 
 
 CALLER = {**cells.config(1, passes=12), "ds_parity": {"boundary": "caller"}}

@@ -124,6 +124,20 @@ class TestWhatIsComparedWith:
             windows = windows_of(scenario.batches(), scenario.settings)
             assert max(window.total for window in windows) == 12
 
+    @pytest.mark.parametrize("last_window", ["drop", "error"])
+    @pytest.mark.parametrize("section", [{}, {"overshoot": "reset"}, {"overshoot": "error"}, {"count": "prompt"}])
+    def test_no_window_is_open_where_the_last_one_is_not_stepped_as_it_is(self, last_window, section):
+        wanted, _ = scenarios(cells.config(2, last_window=last_window, **section), 2, **cells.TINY)
+        for scenario, _ in wanted:
+            windows = windows_of(scenario.batches(), scenario.settings)
+            assert len(windows) >= (1 if "count" in section else scenario.windows - 1)
+            assert not any(window.open for window in windows)
+
+    def test_fixed_accumulation_counts_no_prompts(self):
+        wanted, left_out = runs(train=None, count="prompt")
+        assert wanted == [("ragged", ("deepspeed-loop", "torch"))]
+        assert left_out == {"uniform against deepspeed: it steps by micro-batches, and here windows end by prompts"}
+
     def test_an_unknown_reference_is_refused(self):
         with pytest.raises(ConfigError, match=r"--against is 'hand': it must be one of deepspeed, deepspeed-loop, to"):
             runs(["hand"])

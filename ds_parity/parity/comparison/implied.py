@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_parity.parity.comparison.bounds import EPS, Tier
+from ds_parity.parity.comparison.fields import Comparison
 from ds_parity.trace import Header
 
 _SETTINGS = ("ranks", "stage", "dtype", "device", "config_hash")
@@ -38,6 +39,20 @@ def implied(reference: Header, candidate: Header) -> Implied:
     if apart:
         return Implied(Tier.REASSOCIATED, dtype, f"{apart}, so sums may be added up in another order")
     return Implied(Tier.EXACT, dtype, f"both are {reference.engine}, with the same settings")
+
+
+def cut_otherwise(given: Implied, found: Comparison) -> Implied:
+    """Return what two traces imply whose windows may be cut into other micro-batches: their sums have other parts.
+
+    Args:
+        given: what their headers imply.
+        found: the comparison in that tier.
+    """
+    differ = {difference.name for difference in found.found}
+    if given.tier is not Tier.EXACT or "passes" not in differ or "rollouts" in differ:
+        return given
+    because = "windows of as many rollouts have another number of passes, so sums have other parts"
+    return Implied(Tier.REASSOCIATED, given.dtype, because)
 
 
 def _apart(a: Header, b: Header) -> str:

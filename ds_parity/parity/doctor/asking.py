@@ -106,6 +106,11 @@ def accelerator(environment: Mapping[str, str], limit: float = 120.0) -> tuple[F
     if answer.facts:
         facts = answer.facts[0]
         said = f"accelerator: {facts['devices']} x {facts['accelerator']}, which talks over {facts['backend']}"
+        if not facts["devices"]:
+            way_out = (
+                "look for a device that the driver, or CUDA_VISIBLE_DEVICES, hides; on CPUs set DS_ACCELERATOR=cpu"
+            )
+            return Finding("accelerator", State.BITES, f"{said}: no rank has a device, and none starts", way_out), facts
         return Finding("accelerator", State.FINE, said), facts
     if answer.code is None:
         said = f"`import deepspeed` did not end within {limit:g} s, compiling aside"

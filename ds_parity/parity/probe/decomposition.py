@@ -81,6 +81,8 @@ class ProbeResult:
         errors = f"greatest error {self.error:.2g}, beyond rounding {self.beyond:.2g} of {tolerance:g} allowed"
         if self.pattern == _AS_EXPECTED and self.residual > _UNEXPLAINED:
             return f"{_unexplained(self.residual)}: something else entered it, such as an idle pass ({errors})"
+        if self.pattern == _AS_EXPECTED and self.beyond > tolerance:
+            return f"shares that lie near the weights, and not as near as rounding leaves them ({errors})"
         return f"{self.pattern} ({errors})"
 
     def within(self, tolerance: float) -> bool:

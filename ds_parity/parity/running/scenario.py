@@ -33,7 +33,7 @@ from ds_parity.parity.running.layouts import (
     weighed,
 )
 from ds_parity.parity.running.policies import build_policy
-from ds_parity.parity.running.shapes import hollow, leveled, sloped, streamed, uneven
+from ds_parity.parity.running.shapes import hollow, in_whole_windows, leveled, sloped, streamed, uneven
 from ds_parity.planning import Plan, plan
 from ds_parity.planning.rollout import MicroBatch, Rollout
 
@@ -255,7 +255,20 @@ class Scenario:
             layout = hollow(layout, settings.target)
         if self.drive == "uneven":
             layout = uneven(layout, settings.target)
+        layout = self._as_it_may_end(layout, settings)
         return streamed(layout, self.ranks) if self.drive == "passes" else layout
+
+    def _as_it_may_end(self, layout: Layout, settings: Settings) -> Layout:
+        if settings.last_window == "step" or self.settings.by_caller:
+            return layout
+        # The references step what is open at the end of the data, which ds_parity drops or refuses there.
+        whole = in_whole_windows(layout, settings)
+        if not whole:
+            raise ConfigError(
+                f"scenario {self.name!r}: its {self.windows} windows of rollouts close none of {settings.target} "
+                f"{settings.count}s, and ds_parity.last_window is {settings.last_window!r}; ask for more windows"
+            )
+        return whole
 
     def batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
         """Return the collated layout, on the host."""

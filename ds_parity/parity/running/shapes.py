@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 
-from ds_parity.parity.running.layouts import Layout
+from ds_parity.config import Settings
+from ds_parity.parity.running.layouts import Layout, collate_layout
 from ds_parity.planning.rollout import Rollout
 
 
@@ -79,3 +80,32 @@ def _cut(rollout: Rollout, tokens: int) -> Rollout:
 def leveled(rollouts: Sequence[Rollout], tokens: int) -> tuple[Rollout, ...]:
     """Return the rollouts that have at least `tokens` loss tokens, cut to that many: all weigh the same by tokens."""
     return tuple(_cut(rollout, tokens) for rollout in rollouts if rollout.loss_tokens >= tokens)
+
+
+def in_whole_windows(layout: Layout, settings: Settings) -> Layout:
+    """Return a layout up to the last pass that closes a window.
+
+    A prompt is complete with the last of its rollouts that is laid out, so that what is left may close windows earlier.
+
+    Args:
+        layout: of which the caller ends no windows.
+        settings: the extra keys.
+    """
+    while layout:
+        rows = collate_layout(layout)
+        units = [sum(one.prompts if settings.count == "prompt" else one.rollouts for one in row) for row in rows]
+        closing = _last_closing(units, settings.target, carry=settings.overshoot == "carry")
+        if closing == len(layout):
+            break
+        layout = layout[:closing]
+    return layout
+
+
+def _last_closing(units: Iterable[int], target: int, *, carry: bool) -> int:
+    """How many passes there are up to the last one that closes a window."""
+    consumed, opened, closing = 0, 0, 0
+    for number, count in enumerate(units, start=1):
+        consumed += count
+        if consumed >= ((opened // target + 1) * target if carry else opened + target):
+            opened, closing = consumed, number
+    return closing

@@ -103,7 +103,9 @@ def _possible(
     ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
     # Where going beyond the target is an error, windows contain it exactly.
     shape = "ragged" if ragged.settings.overshoot == "error" else ragged.shape
-    ragged = replace(ragged, shape=shape, short=min(2, cut_by(ragged.settings).target - 1))
+    # A scenario has whole windows alone where the last one is not to be stepped as it is.
+    short = min(2, cut_by(ragged.settings).target - 1) if ragged.settings.last_window == "step" else 0
+    ragged = replace(ragged, shape=shape, short=short)
     ragged.layout()  # for its ConfigError, before any rank is started
     if ragged.train:
         return _of_training_function(ragged, judges_loss)
@@ -111,6 +113,8 @@ def _possible(
     weighed_by = "terms" if ragged.settings.terms else ragged.settings.loss_weight
     if weighed_by in _NOT_ALIKE:
         return wanted, [LeftOut("uniform", "deepspeed", _NOT_ALIKE[weighed_by])]
+    if ragged.settings.count == "prompt":
+        return wanted, [LeftOut("uniform", "deepspeed", "it steps by micro-batches, and here windows end by prompts")]
     uniform = Scenario("uniform", config, ranks, shape="uniform", **options)
     try:
         uniform.layout()

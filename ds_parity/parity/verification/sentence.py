@@ -45,8 +45,7 @@ def _left_out(outcome: Outcome) -> str:
     scenario, steps = outcome.scenario, len(outcome.candidate.steps)
     if scenario.settings.by_caller:
         return ""
-    windows = windows_of(scenario.batches(), scenario.settings)
-    there = len(windows) - (scenario.settings.last_window == "drop" and scenario.short > 0)
+    there = len(windows_of(scenario.batches(), scenario.settings))
     if steps >= there:
         return ""
     return (

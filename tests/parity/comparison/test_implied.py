@@ -4,7 +4,7 @@ import pytest
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.comparison.implied import implied
+from ds_parity.parity.comparison.implied import cut_otherwise, implied
 from ds_parity.parity.comparison.verdicts import verdict_of, within_rounding
 from tests.parity.comparison.comparing import HEADER, record, trace
 
@@ -39,6 +39,19 @@ def test_whatever_may_add_sums_up_in_another_order_is_compared_within_bounds(cha
     found = implied(KNOWN, other(**changes))
     assert found.tier is REASSOCIATED
     assert said in found.because + ","
+
+
+@pytest.mark.parametrize(
+    ("changes", "tier"),
+    [({"passes": 3}, REASSOCIATED), ({"passes": 3, "rollouts": 5}, EXACT), ({"loss": 0.5}, EXACT), ({}, EXACT)],
+)
+def test_windows_that_are_cut_otherwise_have_sums_of_other_parts(changes, tier):
+    a, b = trace(record(1), record(2)), trace(record(1), record(2, **changes))
+    given = implied(KNOWN, KNOWN)
+    found = cut_otherwise(given, compare(a, b, EXACT))
+    assert found.tier is tier
+    assert (found is given) is (tier is EXACT)
+    assert found is given or "another number of passes" in found.because
 
 
 def test_engines_that_are_to_agree_bit_for_bit_are_compared_so():
