@@ -6,7 +6,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+import torch
 
 from ds_parity.engine import loading
 from ds_parity.engine.driver import Driver
@@ -24,6 +28,7 @@ from ds_parity.engine.internals.checkpoints import (
     without_deepspeeds,
 )
 from ds_parity.engine.internals.empty_partitions import empty_partitions
+from ds_parity.engine.internals.frozen_since import without_copies
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.model_parts import divided_by_mpu, number_of_parts
@@ -36,7 +41,8 @@ from ds_parity.engine.internals.schedule import (
 )
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.swapped import refuse_swapped
-from ds_parity.engine.internals.universal import load_untrained, refuse_left_over
+from ds_parity.engine.internals.tied_since import refuse_parted, refusing_to_tie
+from ds_parity.engine.internals.universal import load_untrained, read, refuse_left_over
 from ds_parity.engine.internals.unstepped import (
     loaded_as_frozen,
     refuse_doubtful_owners,
@@ -187,11 +193,14 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         literal_paths(),
         empty_partitions(engine),
         loaded_as_frozen(engine, stepped, strict=strict, custom=bool(options["custom_load_fn"])),
+        without_copies(engine, strict=strict),
+        refusing_to_tie(engine, custom=bool(options["custom_load_fn"])),
         identities(engine) as files,
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)
         if path is not None and engine.load_universal_checkpoint():
             refuse_left_over(engine, path)
+            refuse_parted(engine, read(Path(path)))
             load_untrained(engine, path, stepped, strict=strict)
     said = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     loading.refuse_mixture(load_dir, driver.say_loaded(said, found=path is not None))
@@ -424,7 +433,7 @@ def _refuse_other_progress(driver: Driver, state: Mapping[str, Any]) -> None:
 
 
 def _groups(driver: Driver) -> list[dict[str, Any]]:
-    # Learning rates, weight decays and the like; tensors stay with the optimizer's own state.
-    plain = (bool, int, float, str, tuple, list, type(None))
+    # Learning rates, weight decays and the like, which may be tensors, or numpy's numbers.
+    kept = (bool, int, float, str, tuple, list, type(None), np.generic, torch.Tensor)
     groups = driver.engine.optimizer.param_groups
-    return [{k: v for k, v in group.items() if k != "params" and isinstance(v, plain)} for group in groups]
+    return [{k: v for k, v in group.items() if k != "params" and isinstance(v, kept)} for group in groups]

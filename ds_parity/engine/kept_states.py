@@ -20,6 +20,7 @@ from ds_parity.engine.internals.checkpoints import (
     saved_in_parts,
     steps_by,
 )
+from ds_parity.engine.internals.model_names import name_of_state
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
 
@@ -126,7 +127,7 @@ def of_this_optimizer(engine: Engine, load_dir: str) -> Iterator[None]:
 
 
 def _owners(engine: Engine, groups: Iterable[Iterable[torch.nn.Parameter]]) -> dict[str, Any]:
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names = {id(parameter): name_of_state(name) for name, parameter in engine.module.named_parameters()}
     return {
         # A subclass has the states of its base: its own steps may differ, and that is the user's choice.
         "optimizer": kinds_of_optimizer(engine),

@@ -10,6 +10,7 @@ import torch
 
 from ds_parity.engine.half_loaded import HALF_WAY
 from ds_parity.engine.internals.checkpoints import has_experts
+from ds_parity.engine.internals.model_names import name_of_state
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
 
@@ -29,7 +30,7 @@ def members(engine: Engine, groups: _Groups) -> list[dict[str, list[int]]]:
         engine: a bare DeepSpeed engine.
         groups: the parameters of its optimizer's groups.
     """
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names = {id(parameter): name_of_state(name) for name, parameter in engine.module.named_parameters()}
     # On ZeRO 3 a parameter has its shape beside an empty tensor.
     return [{names.get(id(one), ""): list(getattr(one, "ds_shape", one.shape)) for one in group} for group in groups]
 

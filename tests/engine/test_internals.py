@@ -76,6 +76,7 @@ OTHERS = {
         "register_hook",
     ),
     "data_ptr",
+    *("allclose", "difference", "from_iterable", "intersection", "replace"),
     *("Process", "create_time", "exists", "resolve", "st_mtime_ns", "stat"),  # of files and their age
     *("TemporaryFile", "fileno", "fstat", "st_mtime", "time"),  # and by which clock it goes
     *("are_of_another_stage", "have_replaced"),  # of what a save has written

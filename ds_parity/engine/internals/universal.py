@@ -43,14 +43,31 @@ def incomplete(engine: Engine, folder: Path, stepped: Iterable[Parameter]) -> st
         return None
     there = {one.name: {file.stem for file in one.glob("*.pt")} for one in zero.iterdir() if one.is_dir()}
     for name, files in sorted(there.items()):
-        # Of what has had no gradient yet, and of what is frozen, a conversion makes a file of weights alone.
+        # Of a group that has had no gradient yet, and of what is frozen, a conversion makes a file of weights alone.
         lost = {_WEIGHTS, *(_MOMENTS if files & _MOMENTS else ())} - files
         if lost:
             return f"zero/{name}/{min(lost)}.pt"
     wanted = {id(one) for one in stepped}
     names = [name for name, one in engine.module.named_parameters() if id(one) in wanted and has_elements(one)]
     lacking = next((name for name in names if name not in there), None)
-    return None if lacking is None else f"zero/{lacking}"
+    return _without_moments(engine, there) if lacking is None else f"zero/{lacking}"
+
+
+def _without_moments(engine: Engine, there: Mapping[str, set[str]]) -> str | None:
+    """What a parameter lacks that was frozen when it was saved, and is stepped in one group with others; else None.
+
+    A rank of ZeRO 1 and 2 that has a part of both asserts, and the others wait for it (link_hp_params of
+    utils/tensor_fragment.py, and load_hp_checkpoint_state, 0.19.8: "Steps [...] are not equal").
+    """
+    names = {id(one): name for name, one in engine.module.named_parameters()}
+    for group in getattr(getattr(engine, "optimizer", None), "bit16_groups", ()):
+        own_names = (names.get(id(one), "") for one in group)
+        files = {name: there[name] for name in own_names if name in there}
+        if any(own >= _MOMENTS for own in files.values()):
+            for name, own in files.items():
+                if not _MOMENTS & own:
+                    return f"zero/{name}/{min(_MOMENTS)}.pt"
+    return None
 
 
 def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, strict: bool) -> None:

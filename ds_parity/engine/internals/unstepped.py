@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import Any, Final
 
+import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_parity.engine.internals.newcomers import stepped_by_others
@@ -32,7 +33,7 @@ def saved_as_frozen(engine: Engine, stepped: Iterable[Parameter]) -> AbstractCon
         engine: a bare DeepSpeed engine, of any stage.
         stepped: the model's parameters that the optimizer steps.
     """
-    return _set_to(False, _in_no_group(engine, stepped).values())
+    return set_to(False, _in_no_group(engine, stepped).values())
 
 
 def refuse_to_leave_out(engine: Engine, stepped: Iterable[Parameter]) -> None:
@@ -74,13 +75,15 @@ def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bo
     def finding(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             there = checkpoint.get(_FROZEN) or {}  # None where it was saved without what is frozen
-            lacking = sorted(named.keys() - there.keys())
-            if custom and strict and (parts := _in_parts(named, checkpoint["module"])):
+            parts = _in_parts(named, checkpoint["module"])
+            # Without the optimizer's states all that was stepped is given whole.
+            lacking = sorted(set(parts) - there.keys())
+            if custom and strict and parts:
                 raise CheckpointError(_not_given(parts))
             if strict and not custom and lacking:
                 raise CheckpointError(lacks(lacking))
             ours = [one for name, one in named.items() if name in there and not custom]
-            with _set_to(False, ours), _set_to(True, frozen):
+            with set_to(False, ours), set_to(True, frozen):
                 _refuse_other_shapes(engine, checkpoint.get(_SHAPES) or {})
                 return load({**checkpoint, "module": _with_own(theirs, checkpoint["module"])}, *args, **kwargs)
 
@@ -145,9 +148,12 @@ def _with_own(theirs: Mapping[str, Parameter], given: dict[str, Any]) -> dict[st
 
 def _in_parts(named: Mapping[str, Parameter], given: Mapping[str, Any]) -> list[str]:
     """The names that a function of the caller's gets nothing of: without the optimizer's states it gets whole ones."""
-    sizes = {name: int(getattr(one, "ds_numel", one.numel())) for name, one in named.items()}
-    whole = {name for name, size in sizes.items() if name in given and given[name].numel() == size}
-    return sorted(named.keys() - whole)
+    return sorted(name for name, one in named.items() if name not in given or not given_whole(one, given[name]))
+
+
+def given_whole(parameter: Parameter, value: torch.Tensor) -> bool:
+    """Return whether a state of a model has all elements of a parameter, and not the empty tensor of ZeRO 3."""
+    return value.numel() == int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _not_given(names: list[str]) -> str:
@@ -206,7 +212,8 @@ def has_elements(parameter: Parameter) -> bool:
 
 
 @contextmanager
-def _set_to(trained: bool, parameters: Iterable[Parameter]) -> Iterator[None]:
+def set_to(trained: bool, parameters: Iterable[Parameter]) -> Iterator[None]:
+    """Return a context in which parameters are trained (requires_grad), or frozen, and the other way behind it."""
     held = list(parameters)
     for one in held:
         one.requires_grad = trained

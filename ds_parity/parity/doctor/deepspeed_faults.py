@@ -449,6 +449,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run begins with the weights of an older checkpoint, without its optimizer's states",
     ),
     DeepSpeedFault(
+        "tied_since_saved",
+        "a checkpoint of two weights is loaded into a model that ties them, and one is lost, or steps begin from both",
+        "load it into a model that does not tie them, or make one weight of them before it is loaded",
+        lambda _: True,
+        "a model ties weights that were several when its checkpoint was saved",
+    ),
+    DeepSpeedFault(
         "unstepped_not_saved",
         "a checkpoint has nothing of a weight that is not frozen and in no group of the optimizer",
         "freeze what is not trained (requires_grad_(False)) before the engine is built",

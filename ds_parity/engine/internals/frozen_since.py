@@ -1,0 +1,55 @@
+"""Weights that are frozen in this model, and were not, or had another name, in the one that was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ds_parity.engine.internals.model_names import name_of_state
+from ds_parity.engine.internals.replaced import wrapped
+from ds_parity.engine.internals.surface import Engine, Parameter
+from ds_parity.engine.internals.unstepped import given_whole, set_to
+
+_FROZEN: Final = "frozen_param_fragments"
+
+
+@contextmanager
+def without_copies(engine: Engine, *, strict: bool) -> Iterator[None]:
+    """Return a context in which a load asks for no copy of a frozen weight that its state of the model has whole.
+
+    ZeRO 2 and 3 save a copy of each weight that is frozen then, and look for one of each that is frozen now, also where
+    the model's state has had it already, or has nothing of it, which load_module_strict=False allows, or has it under
+    the name without torch's checkpoint_wrapper (load_module_state_dict of runtime/engine.py, 0.19.8, which ends in a
+    KeyError).
+
+    Args:
+        engine: a bare DeepSpeed engine, of no pipeline.
+        strict: a weight that the checkpoint lacks is an error.
+    """
+
+    def finding(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            copies, values = checkpoint.get(_FROZEN), checkpoint["module"]
+            if copies is None:
+                return load(checkpoint, *args, **kwargs)
+            frozen = {name: one for name, one in engine.module.named_parameters() if not one.requires_grad}
+            there = {name: copies[key] for name in frozen if (key := name_of_state(name)) in copies}
+            # Copies that nobody asks for may be those of weights with other names: nothing may be called absent then.
+            all_known = len(there) == len(copies)
+            spared: list[Parameter] = [
+                one
+                for name, one in frozen.items()
+                if name not in there and _needs_none(one, name_of_state(name), values, absent=all_known and not strict)
+            ]
+            with set_to(True, spared):
+                return load({**checkpoint, _FROZEN: {**copies, **there}}, *args, **kwargs)
+
+        return loaded
+
+    with wrapped(engine, "load_module_state_dict", finding):
+        yield
+
+
+def _needs_none(parameter: Parameter, name: str, values: Mapping[str, Any], *, absent: bool) -> bool:
+    return given_whole(parameter, values[name]) if name in values else absent

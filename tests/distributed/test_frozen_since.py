@@ -1,0 +1,136 @@
+"""Layers that are frozen, or in no group, in the model that loads, and were trained, or not there, in the one saved."""
+
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import ds_parity
+from tests.distributed.cells import STAGES, config
+from tests.distributed.continuing import converted
+from tests.distributed.engines import from_all, refusal
+from tests.distributed.sets import at_length_on_two_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+ALONE = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+LOOSE = {"load_module_strict": False}
+
+
+class _Model(torch.nn.Module):
+    """Layers one behind the other."""
+
+    def __init__(self, names, frozen=(), seed=0, wrapped=()):
+        super().__init__()
+        torch.manual_seed(seed)
+        for name in names:
+            layer = torch.nn.Linear(4, 4).requires_grad_(name not in frozen)
+            self.add_module(name, checkpoint_wrapper(layer) if name in wrapped else layer)
+
+    def forward(self, x):
+        for layer in self.children():
+            x = torch.tanh(layer(x))
+        return x.float().pow(2).mean()
+
+
+# By name: the layers of the model that loads, those that are frozen there, those in a group, how, and what ends so.
+CASES = {
+    "frozen since": ("abc", "b", "ac", ALONE, "loaded"),
+    "in no group since": ("abc", "", "ac", ALONE, "loaded"),
+    "a new frozen one": ("abnc", "n", "abc", LOOSE, "loaded"),
+    "a new frozen one, weights alone": ("abnc", "n", "abc", {**ALONE, **LOOSE}, "loaded"),
+    "a new frozen one, strictly": ("abnc", "n", "abc", {}, "another model"),
+    "frozen since, with states": ("abc", "b", "ac", {}, "refused"),
+    "frozen since, with states, loosely": ("abc", "b", "ac", LOOSE, "refused"),
+}
+
+
+# Layers that torch's checkpoint_wrapper is around, by case.
+WRAPPED = {"wrapped since": "b", "a frozen one is wrapped since": "zb"}
+CASES |= dict.fromkeys(WRAPPED, ("abc", "", "abc", {}, "loaded"))
+
+
+def _engine(stage, layers, frozen, trained, seed, wrapped=(), **more):
+    model = _Model(layers, frozen, seed, wrapped)
+    given = [one for name in trained for one in model.get_submodule(name).parameters()]
+    keys = {**config(stage, "fp32", 2, "AdamW"), **more}
+    return ds_parity.initialize(model=model, model_parameters=given, config=keys)[0]
+
+
+def _step(engine):
+    engine.backward(engine(torch.ones(2, 4, device=engine.device)), rollouts=1)
+    engine.step()
+
+
+def _plain(name):
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _weights(engine):
+    found = {}
+    for name, one in engine.module.named_parameters():
+        with GatheredParameters([one] if hasattr(one, "ds_id") else []):
+            found[_plain(name)] = one.detach().flatten().tolist()
+    return found
+
+
+@at_length_on_two_ranks
+def loads_into_frozen(folder):
+    """By stage and case: what the load ends in, weights before the save and behind the load, those of the new model."""
+    results = {}
+    for stage in STAGES:
+        path = f"{folder}/{stage}"
+        # A layer is frozen at both sides, so that there are copies of frozen weights on ZeRO 2 and 3.
+        engine = _engine(stage, "zabc", "z", "abc", 0)
+        _step(engine)
+        engine.save_checkpoint(path)
+        saved = _weights(engine)
+        engine.destroy()
+        for name, (layers, frozen, trained, how, _) in CASES.items():
+            engine = _engine(stage, f"z{layers}", f"z{frozen}", trained, 1, WRAPPED.get(name, ()))
+            own = _weights(engine)
+            said = from_all(refusal(lambda: engine.load_checkpoint(path, **how)))  # noqa: B023
+            behind = _weights(engine)
+            if said[0] == "nothing was raised":
+                _step(engine)
+            trains = {_plain(name) for name, one in engine.module.named_parameters() if one.requires_grad}
+            results[f"{stage} {name}"] = [said, saved, own, behind, sorted(trains), engine.window.index]
+            engine.destroy()
+    return results
+
+
+@at_length_on_two_ranks
+def trained_since(folder):
+    """By stage: what a universal checkpoint ends in of which a layer was frozen, and is trained now, on each rank."""
+    results = {}
+    for stage in STAGES[1:]:
+        path = f"{folder}/{stage}"
+        engine = _engine(stage, "zabc", "z", "abc", 0)
+        _step(engine)
+        engine.save_checkpoint(path)
+        assert converted(path, 1) in (None, "nothing was raised")
+        engine = _engine(stage, "zabc", "", "zabc", 1, checkpoint={"load_universal": True})
+        results[str(stage)] = from_all(refusal(lambda: engine.load_checkpoint(path)))  # noqa: B023
+    return results
+
+
+@pytest.mark.parametrize(("stage", "file"), [("1", "/exp_avg.pt"), ("2", "/exp_avg.pt"), ("3", "")])
+def test_a_layer_that_was_frozen_has_no_moments_in_a_universal_checkpoint(two_ranks_at_length, stage, file):
+    for said in two_ranks_at_length.of(trained_since)[stage]:
+        assert f"it has no zero/z.weight{file}, as where its conversion broke off" in said, said
+        assert "or another set of trained parameters, was saved" in said
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_frozen_since_is_loaded_or_refused(two_ranks_at_length, stage, case):
+    said, saved, own, behind, trains, windows = two_ranks_at_length.of(loads_into_frozen)[f"{stage} {case}"]
+    layers, frozen, _, _, ended = CASES[case]
+    assert trains == sorted(f"{name}.{kind}" for name in set(layers) - set(frozen) for kind in ("weight", "bias"))
+    if ended == "loaded":
+        assert set(said) == {"nothing was raised"}
+        assert behind == {**own, **{name: value for name, value in saved.items() if name in own}}
+        assert windows == 2
+        return
+    for one in said:
+        assert one.startswith("CheckpointError: "), one
+        assert ended == "refused" or "of another model" in one, one
