@@ -308,13 +308,14 @@ class Adapter(ABC):
     def repair_universal_checkpoint(self, groups: list[dict[str, object]]) -> None:
         """Put right what loading a universal checkpoint leaves wrong.
 
-        ZeRO 3 gives every parameter group the learning rate and weight decay of the first, and all of them one tensor
-        as Adam's `step`, which then runs as many times too fast (stage3.py, 0.19.8,
+        ZeRO 3 gives every parameter group the values of the first, such as the learning rate, and all of them one
+        tensor as Adam's `step`, which then runs as many times too fast (stage3.py, 0.19.8,
         load_hp_checkpoint_state_from_checkpoint_dir_stage3). Each stage gives torch's own optimizers the `step` of
         DeepSpeed's Adam on the CPU, which is an int: torch's raise in their first step.
 
         Args:
             groups: hyperparameters of the parameter groups, as they were saved; another number of groups is left alone.
+                A tensor among them is copied, because DeepSpeed gives all groups that of the first.
         """
         optimizer = self.engine.optimizer
         own = self.engine.basic_optimizer
@@ -324,8 +325,18 @@ class Adapter(ABC):
             elif isinstance(state.get("step"), int) and _keeps_tensors(own):
                 state["step"] = _step_of_torch(state["step"], parameter.device, own.param_groups)
         if len(groups) == len(optimizer.param_groups):
+            known = {name for hyperparameters in groups for name in hyperparameters}
             for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
-                group.update(hyperparameters)
+                for name in known.intersection(group).difference(hyperparameters):
+                    del group[name]
+                group.update({name: _like(group.get(name), value) for name, value in hyperparameters.items()})
+
+
+def _like(own: object, value: object) -> object:
+    """Return a value of a group that is no other's, where this engine has it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone() if not isinstance(own, torch.Tensor) else value.detach().to(own.device, copy=True)
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
