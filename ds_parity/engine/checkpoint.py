@@ -66,6 +66,7 @@ from ds_parity.errors import CheckpointError
 
 _LOG = logging.getLogger("ds_parity")
 _SETTINGS = ("count", "lr_progress")
+_NAMES_IN_GROUPS: Final = "names_in_groups"
 _GRAD_SCALER: Final = "grad_scaler"
 """Under this name of our state: that of the GradScaler of `torch_autocast` in fp16."""
 # By which load_checkpoint() is asked for a part.
@@ -241,6 +242,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
             refuse_to_leave_out(driver.engine, _stepped(driver))
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
+        ours[_NAMES_IN_GROUPS] = [sorted(group) for group in driver.engine.optimizer.param_groups]
         ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())
         ours |= {SCHEDULE: moved_by_the_schedule(driver.engine), SCHEDULER: kind_of_schedule(driver.engine)}
         if (scaler := driver.adapter.grad_scaler()) is not None:
@@ -392,7 +394,7 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
     driver.ledger.restore(state)
     driver.boundary.counters.settle(driver.ledger)
     if optimizer and driver.engine.load_universal_checkpoint():
-        driver.adapter.repair_universal_checkpoint(state.get("groups", []))
+        driver.adapter.repair_universal_checkpoint(state.get("groups", []), state.get(_NAMES_IN_GROUPS, []))
     if optimizer:
         driver.adapter.load_grad_scaler(state.get(_GRAD_SCALER))
     schedule = driver.boundary.schedule()

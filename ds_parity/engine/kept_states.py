@@ -145,8 +145,9 @@ def _refuse_other_owners(engine: Engine, saved: Mapping[str, Any], own: Mapping[
             f"{saved['optimizer'][0]}, whose states are others. Load it with the optimizer that saved it, or with "
             f"load_optimizer_states=False. {HALF_WAY}"
         )
-    if not engine.load_universal_checkpoint() and (named or _moved(saved["parameters"], own["parameters"])):
-        _refuse_other_places(saved["parameters"], own["parameters"])
+    there = [[name_of_state(name) for name in group] for group in saved["parameters"]]
+    if not engine.load_universal_checkpoint() and (named or _moved(there, own["parameters"])):
+        _refuse_other_places(there, own["parameters"])
 
 
 def saved_in_fp16(state: Mapping[str, Any], client_state: Mapping[str, Any]) -> bool | None:

@@ -23,14 +23,16 @@ _Groups = Iterable[Iterable[torch.nn.Parameter]]
 _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
-def members(engine: Engine, groups: _Groups) -> list[dict[str, list[int]]]:
+def members(engine: Engine, groups: _Groups, *, as_named: bool = False) -> list[dict[str, list[int]]]:
     """Return the shapes of an optimizer's parameters by name, group by group, as a checkpoint keeps them.
 
     Args:
         engine: a bare DeepSpeed engine.
         groups: the parameters of its optimizer's groups.
+        as_named: by the names that DeepSpeed has for them, and not by those of the model's state.
     """
-    names = {id(parameter): name_of_state(name) for name, parameter in engine.module.named_parameters()}
+    named = engine.module.named_parameters()
+    names = {id(parameter): name if as_named else name_of_state(name) for name, parameter in named}
     # On ZeRO 3 a parameter has its shape beside an empty tensor.
     return [{names.get(id(one), ""): list(getattr(one, "ds_shape", one.shape)) for one in group} for group in groups]
 
@@ -54,6 +56,7 @@ def refuse_other_members(engine: Engine, state: Mapping[str, Any], groups: _Grou
     there, groups = state.get(MEMBERS), [list(group) for group in groups]
     if not there:
         return
+    there = [{name_of_state(name): shape for name, shape in group.items()} for group in there]
     here, universal = members(engine, groups), engine.load_universal_checkpoint()
     if universal:
         if has_experts(engine):

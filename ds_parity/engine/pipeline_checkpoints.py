@@ -66,7 +66,7 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     ours = kept_states.kept(engine, adapter.groups())
     # Pipelines have saved these from the first, so that an earlier state is known by them.
     own = own_values(engine, client_state, ours)
-    ours[MEMBERS] = members(engine, adapter.groups_of_optimizer())
+    ours[MEMBERS] = members(engine, adapter.groups_of_optimizer(), as_named=True)
     ours |= {universal_stages.TIED: universal_stages.places(engine.module), _SETTINGS: _settings(engine)}
     ours |= {SCHEDULE: moved_by_the_schedule(engine), SCHEDULER: kind_of_schedule(engine)}
     return {**own, KEY: ours}
@@ -112,7 +112,7 @@ def refuse_to_begin(engine: Any, load_dir: str, tag: Any, options: Mapping[str, 
     refused = partial(asking, engine.module, stepped=stepped, saved_places=_places_of_tied)
     asked = loading.asked(engine, load_dir, tag, options, refused=refused)
     own = universal_stages.own_parts(engine.module, stepped)
-    said = before((asked, members(engine, adapter.groups_of_optimizer()), own))
+    said = before((asked, members(engine, adapter.groups_of_optimizer(), as_named=True), own))
     there = loading.refuse_unlike_loads(load_dir, [one for one, _, _ in said])
     if there and engine.load_universal_checkpoint():
         refuse_a_part_of_universal(engine, options)

@@ -139,9 +139,9 @@ def _frozen_since(driver: Loading, load_dir: str, _: Any, error: Exception) -> C
     if not missing:
         return None
     return CheckpointError(
-        f"load_checkpoint({load_dir!r}): {missing.pop()} is frozen, and was not when the checkpoint was saved, so "
-        f"that DeepSpeed's ZeRO stage {int(driver.engine.zero_optimization_stage())} finds no copy of it there. "
-        "Set requires_grad as it was then, load once more (loading ended half way), and freeze it behind that"
+        f"load_checkpoint({load_dir!r}): {missing.pop()} is frozen, and was not when the checkpoint was saved, or "
+        f"not there, so that DeepSpeed's ZeRO stage {int(driver.engine.zero_optimization_stage())} finds no copy of "
+        "it. Set requires_grad as it was then, load once more (loading ended half way), and freeze it behind that"
     )
 
 

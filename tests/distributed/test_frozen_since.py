@@ -98,6 +98,44 @@ def loads_into_frozen(folder):
     return results
 
 
+SIDES = ("", "saved", "loaded", "saved loaded")
+WAYS = {"whole": ({}, "zub"), "alone": (ALONE, "zub"), "universal": ({}, "zu")}
+
+
+@at_length_on_two_ranks
+def wrapped_at_sides(folder):
+    """By stage, side and way: what a load ends in, and weights before the save and behind it; `u` is in no group."""
+    results = {}
+    for stage in STAGES:
+        for way, (how, wrapped) in WAYS.items():
+            if way == "universal" and not stage:
+                continue
+            for sides in SIDES:
+                path = f"{folder}/{stage}-{way}-{sides}"
+                engine = _engine(stage, "zuab", "z", "ab", 0, wrapped if "saved" in sides else "")
+                _step(engine)
+                engine.save_checkpoint(path)
+                saved = _weights(engine)
+                if way == "universal":
+                    assert converted(path, 1) in (None, "nothing was raised")
+                keys = {"checkpoint": {"load_universal": way == "universal"}}
+                engine = _engine(stage, "zuab", "z", "ab", 1, wrapped if "loaded" in sides else "", **keys)
+                said = from_all(refusal(lambda: engine.load_checkpoint(path, **how)))  # noqa: B023
+                results[f"{stage} {way} {sides}"] = [said, saved, _weights(engine)]
+    return results
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_wrapper_at_one_side_or_both_changes_nothing(two_ranks_at_length, stage, way, sides):
+    if way == "universal" and not stage:
+        pytest.skip("ZeRO stage 0 loads no universal checkpoint")
+    said, saved, behind = two_ranks_at_length.of(wrapped_at_sides)[f"{stage} {way} {sides}"]
+    assert said == ["nothing was raised"] * 2
+    assert behind == saved
+
+
 @at_length_on_two_ranks
 def trained_since(folder):
     """By stage: what a universal checkpoint ends in of which a layer was frozen, and is trained now, on each rank."""

@@ -1,5 +1,7 @@
 """Universal checkpoints of several parameter groups: each keeps its own values, whatever they are, and no other's."""
 
+from decimal import Decimal
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ class _Scaled(torch.optim.AdamW):
     def step(self, closure=None):
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
-            group["lr"] = group["lr"] * group.get("lr_scale", 1.0)
+            group["lr"] = group["lr"] * float(group.get("lr_scale", 1.0))
         super().step(closure)
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -33,6 +35,7 @@ GROUPS = {
     "numpy's": ({"lr": np.float32(0.03)}, {"lr": np.float32(0.003)}),
     "a name of the first": ({"lr": 0.03, "lr_scale": 0.1}, {"lr": 0.03}),
     "a name of the second": ({"lr": 0.03}, {"lr": 0.03, "lr_scale": 0.1}),
+    "a kind that is not kept": ({"lr": 0.03, "lr_scale": Decimal("0.1")}, {"lr": 0.03, "lr_scale": 0.5}),
 }
 STAGES = (1, 3)
 

@@ -77,6 +77,7 @@ OTHERS = {
     ),
     "data_ptr",
     *("allclose", "difference", "from_iterable", "intersection", "replace"),
+    *("is_floating_point", "read_text", "strip"),
     *("Process", "create_time", "exists", "resolve", "st_mtime_ns", "stat"),  # of files and their age
     *("TemporaryFile", "fileno", "fstat", "st_mtime", "time"),  # and by which clock it goes
     *("are_of_another_stage", "have_replaced"),  # of what a save has written

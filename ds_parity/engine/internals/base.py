@@ -305,7 +305,7 @@ class Adapter(ABC):
         """Whether DeepSpeed's checkpoint engine writes files, and `latest`, behind the caller's back."""
         return self.engine.checkpoint_engine.is_decoupled()
 
-    def repair_universal_checkpoint(self, groups: list[dict[str, object]]) -> None:
+    def repair_universal_checkpoint(self, groups: list[dict[str, object]], names: list[list[str]]) -> None:
         """Put right what loading a universal checkpoint leaves wrong.
 
         ZeRO 3 gives every parameter group the values of the first, such as the learning rate, and all of them one
@@ -316,6 +316,7 @@ class Adapter(ABC):
         Args:
             groups: hyperparameters of the parameter groups, as they were saved; another number of groups is left alone.
                 A tensor among them is copied, because DeepSpeed gives all groups that of the first.
+            names: of all that each group had, also of what is kept by nobody; none where the checkpoint does not tell.
         """
         optimizer = self.engine.optimizer
         own = self.engine.basic_optimizer
@@ -325,11 +326,13 @@ class Adapter(ABC):
             elif isinstance(state.get("step"), int) and _keeps_tensors(own):
                 state["step"] = _step_of_torch(state["step"], parameter.device, own.param_groups)
         if len(groups) == len(optimizer.param_groups):
-            known = {name for hyperparameters in groups for name in hyperparameters}
             for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
-                for name in known.intersection(group).difference(hyperparameters):
-                    del group[name]
                 group.update({name: _like(group.get(name), value) for name, value in hyperparameters.items()})
+        if len(names) == len(optimizer.param_groups):
+            known = set().union(*names)
+            for group, own_names in zip(optimizer.param_groups, names, strict=True):
+                for name in known.intersection(group).difference(own_names):
+                    del group[name]
 
 
 def _like(own: object, value: object) -> object:

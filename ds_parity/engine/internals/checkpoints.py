@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from inspect import getmro
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime import engine as of_deepspeed
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
+from ds_parity.engine.internals.model_names import OWN_STATE, name_of_state, names_of_one
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine
 
@@ -234,7 +236,7 @@ def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
         engine: a bare DeepSpeed engine.
     """
     universal = engine.load_universal_checkpoint()
-    if engine.zero_optimization_stage() != 3 or (tag is None and not universal):
+    if engine.zero_optimization_stage() != 3:
         yield
         return
 
@@ -243,9 +245,29 @@ def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
             if universal:
                 return {}
             given = kwargs.pop("tag", given)
-            return collect(folder, str(tag) if given is None else given, *args, **kwargs)
+            chosen = tag if given is None else given
+            chosen = (Path(folder) / "latest").read_text().strip() if chosen is None else str(chosen)
+            return _with_state_of_rank(engine, folder, chosen, collect(folder, chosen, *args, **kwargs))
 
         return collected
 
     with wrapped(of_deepspeed, _COLLECT, tagged):
         yield
+
+
+def _with_state_of_rank(engine: Engine, folder: str, tag: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whole weights by their names in the model's state, with all else that this rank has saved of it.
+
+    DeepSpeed collects buffers of the first rank, in fp32, and nothing of what a module keeps of its own
+    (utils/zero_to_fp32.py, 0.19.8).
+    """
+    file = Path(engine._get_ckpt_name(folder, tag))
+    state = torch.load(file, map_location="cpu", weights_only=False, mmap=True) if file.is_file() else {"module": {}}
+    buffers = set(state.get("buffer_names") or ())
+    own = {name: value for name, value in state["module"].items() if name in buffers or name.endswith(OWN_STATE)}
+    found = {name_of_state(name): value for name, value in weights.items()} | own
+    for names in names_of_one(engine.module):  # of a module that has several, one is collected
+        known = next((name for name in names if name in found), None)
+        if known is not None:
+            found = {**dict.fromkeys(names, found[known]), **found}
+    return found

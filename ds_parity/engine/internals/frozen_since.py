@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ds_parity.engine.internals.model_names import name_of_state
+from ds_parity.engine.internals.model_names import in_names_of, name_of_state
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.engine.internals.unstepped import given_whole, set_to
 
 _FROZEN: Final = "frozen_param_fragments"
+_SHAPES: Final = "frozen_param_shapes"
 
 
 @contextmanager
@@ -33,17 +34,18 @@ def without_copies(engine: Engine, *, strict: bool) -> Iterator[None]:
             copies, values = checkpoint.get(_FROZEN), checkpoint["module"]
             if copies is None:
                 return load(checkpoint, *args, **kwargs)
-            frozen = {name: one for name, one in engine.module.named_parameters() if not one.requires_grad}
-            there = {name: copies[key] for name in frozen if (key := name_of_state(name)) in copies}
+            own = dict(engine.module.named_parameters())
+            there, shapes = in_names_of(own, copies), in_names_of(own, checkpoint.get(_SHAPES) or {})
             # Copies that nobody asks for may be those of weights with other names: nothing may be called absent then.
-            all_known = len(there) == len(copies)
+            absent = len(there) == len(copies) and not strict
             spared: list[Parameter] = [
                 one
-                for name, one in frozen.items()
-                if name not in there and _needs_none(one, name_of_state(name), values, absent=all_known and not strict)
+                for name, one in own.items()
+                if not one.requires_grad and name not in there and one.is_floating_point()
+                if _needs_none(one, name_of_state(name), values, absent=absent)
             ]
             with set_to(True, spared):
-                return load({**checkpoint, _FROZEN: {**copies, **there}}, *args, **kwargs)
+                return load({**checkpoint, _FROZEN: {**copies, **there}, _SHAPES: shapes}, *args, **kwargs)
 
         return loaded
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
 
 # What torch's checkpoint_wrapper puts into the names of parameters, and takes out of those of the state
 # (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, ActivationWrapper, 2.13.0).
 _WRAPPER: Final = "_checkpoint_wrapped_module."
+
+OWN_STATE: Final = "_extra_state"
+"""The end of the name of what a module saves of its own (torch's Module.get_extra_state): of any kind and shape."""
 
 
 def name_of_state(name: str) -> str:
@@ -16,3 +22,26 @@ def name_of_state(name: str) -> str:
         name: as `named_parameters()` gives it.
     """
     return name.replace(_WRAPPER, "")
+
+
+def in_names_of(own: Iterable[str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was saved by the names that parameters have here, wrapped or not at either side.
+
+    Args:
+        own: as `named_parameters()` gives them.
+        saved: by such names of then; what has no name here is left out.
+    """
+    there = {name_of_state(name): value for name, value in saved.items()}
+    return {name: there[key] for name in own if (key := name_of_state(name)) in there}
+
+
+def names_of_one(module: torch.nn.Module) -> list[list[str]]:
+    """Return the names of each weight that has several, in the state of a model.
+
+    Args:
+        module: the model.
+    """
+    found: dict[int, list[str]] = {}
+    for name, one in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(one), []).append(name_of_state(name))
+    return [names for names in found.values() if len(names) > 1]

@@ -161,8 +161,14 @@ class Engine(Protocol):
     def gradient_clipping(self) -> float:
         """The configuration's limit, 0 for none."""
 
+    def bfloat16_enabled(self) -> bool:
+        """Whether the section bf16 is on; parameters may be bf16 without it."""
+
     def fp16_enabled(self) -> bool:
         """Whether parameters are fp16."""
+
+    def _get_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
+        """Return the path of this rank's file of the model."""
 
     def gradient_accumulation_steps(self) -> int:
         """What DeepSpeed was configured with."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from ds_parity.engine.internals.model_names import name_of_state
+from ds_parity.engine.internals.model_names import names_of_one
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
@@ -61,7 +61,7 @@ def refuse_parted(engine: Engine, checkpoint: Mapping[str, Any]) -> None:
     values, shared = checkpoint.get(_MODEL) or {}, checkpoint.get(_SHARED) or {}
     stepped: Iterable[Mapping[str, Any]] = checkpoint.get(_STEPPED) or ()
     named = set(chain(chain.from_iterable(stepped), checkpoint.get(_FROZEN) or ())) - set(shared)
-    for names in _tied(engine):
+    for names in names_of_one(engine.module):
         # Two names of one weight have one value. Where there is none, the lists of weights tell.
         unseen = [name for name in names if name in named and not _is_whole(name, values)]
         if parted := _parted_values(names, values) or (unseen[1:] and unseen):
@@ -71,14 +71,6 @@ def refuse_parted(engine: Engine, checkpoint: Mapping[str, Any]) -> None:
                 "into a model that does not tie them, or with load_optimizer_states=False and a custom_load_fn that "
                 "takes one of them. Loading ends half way, so start a new engine"
             )
-
-
-def _tied(engine: Engine) -> list[list[str]]:
-    """The names of each weight that has several."""
-    found: dict[int, list[str]] = {}
-    for name, one in engine.module.named_parameters(remove_duplicate=False):
-        found.setdefault(id(one), []).append(name_of_state(name))
-    return [names for names in found.values() if len(names) > 1]
 
 
 def _is_whole(name: str, given: Mapping[str, Any]) -> bool:

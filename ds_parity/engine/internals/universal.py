@@ -11,13 +11,12 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_parity.engine.internals.checkpoints import saved_in_parts
+from ds_parity.engine.internals.model_names import OWN_STATE, name_of_state
 from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.engine.internals.unstepped import has_elements, lacks, of_none
 from ds_parity.errors import CheckpointError
 
-_EXTRA: Final = "_extra_state"
-"""The end of the name of what a module saves of its own (torch's Module.get_extra_state): of any kind and shape."""
 _WEIGHTS: Final = "fp32"
 _MOMENTS: Final = {"exp_avg", "exp_avg_sq"}
 _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_(mp_rank_\d+_model_states\.pt)")
@@ -86,7 +85,7 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     Raises:
         CheckpointError: the checkpoint lacks one, or has it in another shape.
     """
-    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    parameters = {name_of_state(name): one for name, one in engine.module.named_parameters(remove_duplicate=False)}
     stepped = list(stepped)
     loaded = {id(one) for one in stepped}
     if int(engine.zero_optimization_stage()) == 3:  # where a load leaves what another engine over this model steps
@@ -95,9 +94,9 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     wanted = [name for name in own if name not in parameters or id(parameters[name]) not in loaded]
     if not wanted:
         return
-    held = _held(wanted, _saved(path), parameters)
+    held = _held(wanted, {name_of_state(name): value for name, value in _saved(path).items()}, parameters)
     absent = [name for name in wanted if name not in held]
-    nobodys = of_none(engine, stepped)
+    nobodys = set(map(name_of_state, of_none(engine, stepped)))
     if strict and (lost := [name for name in absent if name in nobodys]):
         raise CheckpointError(lacks(lost))
     if strict and absent:
@@ -107,7 +106,7 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
             "stepped: load it into the model that was saved, or give load_module_strict=False to keep what this "
             "engine has"
         )
-    _refuse_other_shapes(held, {name: one for name, one in own.items() if not name.endswith(_EXTRA)} | parameters)
+    _refuse_other_shapes(held, {name: one for name, one in own.items() if not name.endswith(OWN_STATE)} | parameters)
     partitioned = {id(one): one for name in held if hasattr(one := parameters.get(name), "ds_id")}
     with GatheredParameters(list(partitioned.values()), modifier_rank=0):
         # What a rank writes into a gathered parameter is the first one's anyway.
@@ -166,7 +165,7 @@ def _saved(path: str) -> dict[str, Any]:
     parts = [read(one).get("frozen_param_fragments") or {} for one in _of_all_ranks(file, of_rank[2])]
     frozen = dict(_whole(shapes, parts))
     # In place of a parameter the first file has an empty tensor.
-    return {name: value for name, value in found.items() if name in buffers or name.endswith(_EXTRA)} | frozen
+    return {name: value for name, value in found.items() if name in buffers or name.endswith(OWN_STATE)} | frozen
 
 
 def _of_all_ranks(file: Path, ending: str) -> list[Path]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
+from ds_parity.engine.internals.model_names import name_of_state
 from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine, Parameter
@@ -142,13 +143,14 @@ def _with_own(theirs: Mapping[str, Parameter], given: dict[str, Any]) -> dict[st
     whole = {name: one for name, one in theirs.items() if name not in parts}
     loaded = copy(given)  # with the attributes that torch gives a state dict (`_metadata`)
     with GatheredParameters(list(whole.values())):
-        loaded.update({name: one.detach().to("cpu", copy=True) for name, one in whole.items()})
+        loaded.update({name_of_state(name): one.detach().to("cpu", copy=True) for name, one in whole.items()})
     return loaded
 
 
 def _in_parts(named: Mapping[str, Parameter], given: Mapping[str, Any]) -> list[str]:
     """The names that a function of the caller's gets nothing of: without the optimizer's states it gets whole ones."""
-    return sorted(name for name, one in named.items() if name not in given or not given_whole(one, given[name]))
+    keys = {name: name_of_state(name) for name in named}
+    return sorted(name for name, key in keys.items() if key not in given or not given_whole(named[name], given[key]))
 
 
 def given_whole(parameter: Parameter, value: torch.Tensor) -> bool:
@@ -214,10 +216,11 @@ def has_elements(parameter: Parameter) -> bool:
 @contextmanager
 def set_to(trained: bool, parameters: Iterable[Parameter]) -> Iterator[None]:
     """Return a context in which parameters are trained (requires_grad), or frozen, and the other way behind it."""
-    held = list(parameters)
-    for one in held:
-        one.requires_grad = trained
+    held = []
     try:
+        for one in parameters:
+            one.requires_grad = trained
+            held.append(one)
         yield
     finally:
         for one in held:
