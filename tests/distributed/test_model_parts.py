@@ -274,7 +274,7 @@ def infinite_parts(folder):
 
 @pytest.mark.parametrize("name", [*KINDS_OF_INF, "of all parts"])
 def test_all_parts_skip_a_step_of_which_one_has_an_infinite_gradient(two_ranks, name):
-    assert_all_skip([found[name] for found in two_ranks.of(infinite_parts)], name)
+    assert_all_skip([found[name] for found in two_ranks.of(infinite_parts)])
 
 
 class Sliced(Mpu):

@@ -141,6 +141,7 @@ BESIDE = {
     "sparse_gradients_zero0": {"sparse_gradients": True},
     "fused_adam_count": {"optimizer": {"type": "AdamW"}},
     "settings_of_stages": {"checkpoint": {"load_universal": True}},
+    "skips_for_ever": {"data_types": {"grad_accum_dtype": "fp32"}},
     "universal_of_others": {"checkpoint": {"load_universal": True}},
     "universal_empty_partition": {"checkpoint": {"load_universal": True}},
     "universal_of_stages": {"checkpoint": {"load_universal": True}},

@@ -31,7 +31,10 @@ def supply_overflow(engine: Engine, optimizer: Any) -> None:
         optimizer: its wrapper of ZeRO, or BF16_Optimizer.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        if _SKIPS not in source(ZERO12, "step") and not _switched_off(engine.config):
+        older = _SKIPS not in source(ZERO12, "step")
+        # 0.19.8 goes by a switch of the section bf16 where weights are so, also where that section is off.
+        unasked = optimizer.dtype is torch.bfloat16 and not engine.bfloat16_enabled()
+        if (older or unasked) and not _switched_off(engine.config):
             if not optimizer.check_grad_overflow:
                 _look_without_a_copy(optimizer)
             optimizer.check_grad_overflow = True

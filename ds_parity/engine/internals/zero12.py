@@ -45,6 +45,20 @@ class Zero12(Zero):
         self._keep_in_place()
         if self._optimizer.cpu_offload:
             self._follow_writes(self._optimizer._link_all_hp_params)
+            self._clear_with_norms(self._optimizer.reset_cpu_buffers)
+
+    def _clear_with_norms(self, reset: Callable[[], None]) -> None:
+        """Clear sums in fp32 behind each step, which one that is skipped leaves in place with CPU offload.
+
+        They stay infinite, so that every later step is skipped, too (tools/deepspeed_faults/skips_for_ever.py).
+        """
+        sums = self._optimizer.averaged_gradients
+
+        def reset_cpu_buffers() -> None:
+            reset()
+            sums.update(dict.fromkeys(sums))
+
+        self._optimizer.reset_cpu_buffers = reset_cpu_buffers  # type: ignore[method-assign]
 
     def _keep_in_place(self) -> None:
         """Let loads see parameters that have memory of their own, which only steps of DeepSpeed's put back.
@@ -143,6 +157,8 @@ class Zero12(Zero):
         optimizer, reduce = self._optimizer, self._optimizer.reduce_gradients
         keep_states_linked(optimizer, self.engine.basic_optimizer, optimizer.single_partition_of_fp32_groups)
         self._keep_in_place()
+        if optimizer.cpu_offload:
+            self._clear_with_norms(optimizer.reset_cpu_buffers)
 
         def reduce_gradients(*args: Any, **kwargs: Any) -> None:
             self._fill_zeros()
