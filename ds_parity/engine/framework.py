@@ -260,6 +260,12 @@ class FrameworkEngine(ParityEngine):
 
     def _settle_division(self, *, divided: bool, by: Divided | None = None) -> None:
         if self._self_settings.loss_weight == "divided":  # said once and for all
+            if by is not None:
+                raise WindowError(
+                    f"install(normalise={by.unit!r}) beside ds_parity.loss_weight 'divided': the first undoes the "
+                    "trainer's division, and the second says that it stands, so that nothing would divide; remove "
+                    "ds_parity.loss_weight and across_ranks, or leave normalise out"
+                )
             return
         if self._self_divided is None:
             self._self_divided = divided

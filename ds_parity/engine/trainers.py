@@ -165,7 +165,7 @@ def _labels(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
             f"install(normalise={unit!r}): ranks share sequences, and labels of a slice are not those that the Trainer "
             "divides by; leave normalise out where sequences are shared"
         )
-    if labels.ndim > 1 and "shift_labels" not in inputs and getattr(trainer, "_loss_shifts_labels", True):
+    if labels.ndim > 1 and "shift_labels" not in inputs and _shifts(trainer):
         labels = labels[..., 1:]
     rows, tokens = len(labels), int(labels.ne(-100).sum())
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # older releases of transformers have none
@@ -193,6 +193,30 @@ def _labels(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
     return Divided(unit, float(items) / times, rows, tokens)
 
 
+def _shifts(trainer: Any) -> bool:
+    """Return whether the loss leaves out the first label of each row.
+
+    The loss of SFTTrainer always does (TRL 1.16.0, trl/trainer/sft_trainer.py:1593-1618). A Trainer that smooths labels
+    asks the class of the model, and counts by its `loss_type` (transformers 5.23.0, trainer.py:2173-2191 and 2331).
+    """
+    if not _knows_its_shift(trainer):
+        return bool(getattr(trainer, "_loss_shifts_labels", True))
+    if _loss_of(trainer).__name__ == "SFTTrainer":
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _knows_its_shift(trainer: Any) -> bool:
+    """Whether the trainer computes the loss of labels itself, and not its model or a function of the caller's."""
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        return False
+    return _loss_of(trainer).__name__ == "SFTTrainer" or getattr(trainer, "label_smoother", None) is not None
+
+
 def _refuse_function(trainer: Any, unit: str) -> None:
     if trainer.compute_loss_func is not None:
         raise ConfigError(
@@ -204,10 +228,8 @@ def _refuse_function(trainer: Any, unit: str) -> None:
 
 def _refuse_unknown_shift(trainer: Any, inputs: Any, labels: Any, unit: str) -> None:
     """Raise ConfigError where the first label of a row may be one that the model's loss never sees."""
-    if labels.ndim == 1 or "shift_labels" in inputs or getattr(trainer, "_loss_shifts_labels", True):
+    if labels.ndim == 1 or "shift_labels" in inputs or _knows_its_shift(trainer) or _shifts(trainer):
         return
-    if getattr(trainer, "label_smoother", None) is not None:
-        return  # it computes the loss in the model's place, and shifts as the Trainer says
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     model, by_function = trainer.model, trainer.compute_loss_func is not None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import ds_parity
 from ds_parity.config import rewrite
 from ds_parity.config.releases import release
+from ds_parity.engine.framework import Divided
 from ds_parity.engine.internals.installed import before
 from ds_parity.parity.running import weights
 from tests.distributed.cells import STAGES, config
@@ -130,6 +131,7 @@ def framework_refusals(folder):
         "tokens missing": refusals_of(whole, loss_weight="token"),
         "counted": refusals_of([True], counts={"rollouts": 3}),
         "mixed": mixed(),
+        "divided and normalised": undivided(),
         "scheduler out of reach": out_of_reach(),
         "inside passes": inside_passes(),
         "every pass, caller": every_pass(2 * PASSES),
@@ -151,6 +153,14 @@ def mixed():
         engine = opened(config(2, passes=2 * PASSES))
         drive(engine, [False, False, True], divided=True)
         return [refusal(lambda: drive(engine, [False]))]
+
+
+def undivided():
+    """A trainer that says what it divided by, beside a section that says that its division stands."""
+    with ds_parity.install():
+        engine = opened(config(2, passes=2 * PASSES, loss_weight="divided", across_ranks="mean"))
+        engine.undivide(Divided("token", 3.0, 2, 5))
+        return [refusal(lambda: drive(engine, [False], divided=True))]
 
 
 def out_of_reach():
@@ -223,6 +233,7 @@ REFUSALS = {
     "tokens missing": ["WindowError", "without tokens="],
     "counted": ["nothing was raised"],
     "mixed": ["WindowError", "backward(scale_wrt_gas=True) after backward(scale_wrt_gas=False)"],
+    "divided and normalised": ["WindowError", "install(normalise='token') beside ds_parity.loss_weight 'divided'"],
     "scheduler out of reach": ["ConfigError", "lr_progress is 'rollout'"],
     "every pass, caller": ["WindowError", "the first step() behind 1 of 3 passes", "boundary left out"],
     "every pass, caller decides": ["nothing was raised"],

@@ -131,6 +131,29 @@ class TestLabels:
         trainer._loss_shifts_labels = True  # what loss_type makes of it, which the Trainer reads when it is built
         assert divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token").by == 30 / 2
 
+    @pytest.mark.parametrize(("name", "tokens"), [("GPT2LMHeadModel", 3), ("MyLlamaForCausalLM", 5)])
+    @pytest.mark.parametrize("by_type", [True, False])
+    def test_smoothed_labels_are_shifted_by_the_name_of_the_class(self, name, tokens, by_type):
+        """The Trainer's count goes by `loss_type`, and its smoother by a list of names."""
+        model = type(name, (torch.nn.Linear,), {})(1, 1)
+        trainer = labelled(
+            label_smoother=object(),
+            model_accepts_loss_kwargs=False,
+            _loss_shifts_labels=by_type,
+            model=model,
+            accelerator=SimpleNamespace(num_processes=2, unwrap_model=lambda it: it),
+        )
+        divided = divided_by(trainer, {"labels": LABELS}, None, "token")
+        assert (divided.tokens, divided.by) == (tokens, tokens * 3)
+
+    def test_the_loss_of_sft_shifts_whatever_the_model_is(self):
+        trainer = kind("SFTTrainer", "trl.trainer.sft_trainer")()
+        vars(trainer).update(vars(labelled(_loss_shifts_labels=False, model=torch.nn.Linear(1, 1))))
+        divided = divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token")
+        assert (divided.tokens, divided.by) == (3, 30 / 2)
+        trainer.model_accepts_loss_kwargs = False
+        assert divided_by(trainer, {"labels": LABELS}, None, "token").by == 3 * 3
+
     def test_labels_that_are_shifted_already_are_taken_as_they_are(self):
         assert divided_by(labelled(), {"shift_labels": LABELS}, torch.tensor(30), "token").tokens == 5
 
