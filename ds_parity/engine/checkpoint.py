@@ -24,6 +24,7 @@ from ds_parity.engine.internals.checkpoints import (
     loads_universal_weights_alone,
     loss_scale,
     own_clipping,
+    stepped_by_place,
     weights_of,
     without_deepspeeds,
 )
@@ -195,6 +196,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         empty_partitions(engine),
         loaded_as_frozen(engine, stepped, strict=strict, custom=bool(options["custom_load_fn"])),
         without_copies(engine, strict=strict),
+        stepped_by_place(engine, named=strict),
         refusing_to_tie(engine, custom=bool(options["custom_load_fn"])),
         identities(engine) as files,
     ):

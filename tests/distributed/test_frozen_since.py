@@ -98,6 +98,31 @@ def loads_into_frozen(folder):
     return results
 
 
+@at_length_on_two_ranks
+def renamed_by_place(folder):
+    """By stage: weights before the save, and behind loose loads into a layer of another name."""
+    results = {}
+    for stage in STAGES[1:3]:
+        path = f"{folder}/{stage}"
+        engine = _engine(stage, "abc", "", "abc", 0)
+        _step(engine)
+        engine.save_checkpoint(path)
+        saved, behind = list(_weights(engine).values()), []
+        for own in (True, False):
+            zero = {"zero_optimization": {"stage": stage, "load_from_fp32_weights": own}}
+            engine = _engine(stage, "axc", "", "axc", 1, **zero)
+            engine.load_checkpoint(path, load_module_strict=False)
+            behind.append(list(_weights(engine).values()))
+        results[str(stage)] = [saved, behind]
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES[1:3])
+def test_a_renamed_layer_has_what_was_stepped_whatever_masters_are_made_of(two_ranks_at_length, stage):
+    saved, behind = two_ranks_at_length.of(renamed_by_place)[str(stage)]
+    assert behind == [saved, saved]
+
+
 SIDES = ("", "saved", "loaded", "saved loaded")
 WAYS = {"whole": ({}, "zub"), "alone": (ALONE, "zub"), "universal": ({}, "zu")}
 

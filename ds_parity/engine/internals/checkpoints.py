@@ -88,6 +88,25 @@ def has_experts(engine: Engine) -> bool:
 
 
 @contextmanager
+def stepped_by_place(engine: Engine, *, named: bool) -> Iterator[None]:
+    """Return a context in which weights that may have other names are those that the checkpoint's optimizer stepped.
+
+    With `load_from_fp32_weights: false` DeepSpeed makes them of the model's own on ZeRO 1 and 2, which it finds by name
+    alone: those of the new engine stay then, beside the states of what had their place
+    (_restore_from_bit16_weights of runtime/zero/stage_1_and_2.py, 0.19.8).
+
+    Args:
+        engine: a bare DeepSpeed engine.
+        named: parameters have the names here that they had when they were saved.
+    """
+    if named:
+        yield
+        return
+    with wrapped(engine, "zero_load_from_fp32_weights", lambda _: lambda: True):
+        yield
+
+
+@contextmanager
 def own_clipping(engine: Any) -> Iterator[None]:
     """Return a context in which a load leaves the configuration's `gradient_clipping` as it is.
 
