@@ -196,7 +196,7 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         empty_partitions(engine),
         loaded_as_frozen(engine, stepped, strict=strict, custom=bool(options["custom_load_fn"])),
         without_copies(engine, strict=strict),
-        stepped_by_place(engine, named=strict),
+        stepped_by_place(engine, named=strict or bool(options["custom_load_fn"])),
         refusing_to_tie(engine, custom=bool(options["custom_load_fn"])),
         identities(engine) as files,
     ):

@@ -97,12 +97,29 @@ def stepped_by_place(engine: Engine, *, named: bool) -> Iterator[None]:
 
     Args:
         engine: a bare DeepSpeed engine.
-        named: parameters have the names here that they had when they were saved.
+        named: parameters have the names here that they had when they were saved, or a function gives them weights.
     """
     if named:
         yield
         return
-    with wrapped(engine, "zero_load_from_fp32_weights", lambda _: lambda: True):
+    renamed = False
+
+    def noting(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal renamed
+            names = (name_of_state(name) for name, _ in engine.module.named_parameters())
+            renamed = any(name not in checkpoint["module"] for name in names)
+            return load(checkpoint, *args, **kwargs)
+
+        return loaded
+
+    def deciding(configured: Callable[[], bool]) -> Callable[[], bool]:
+        return lambda: renamed or configured()
+
+    with (
+        wrapped(engine, "load_module_state_dict", noting),
+        wrapped(engine, "zero_load_from_fp32_weights", deciding),
+    ):
         yield
 
 
@@ -282,7 +299,7 @@ def _with_state_of_rank(engine: Engine, folder: str, tag: str, weights: Mapping[
     """
     file = Path(engine._get_ckpt_name(folder, tag))
     state = torch.load(file, map_location="cpu", weights_only=False, mmap=True) if file.is_file() else {"module": {}}
-    buffers = set(state.get("buffer_names") or ())
+    buffers = set(map(name_of_state, state.get("buffer_names") or ()))
     own = {name: value for name, value in state["module"].items() if name in buffers or name.endswith(OWN_STATE)}
     found = {name_of_state(name): value for name, value in weights.items()} | own
     for names in names_of_one(engine.module):  # of a module that has several, one is collected

@@ -160,7 +160,7 @@ def _saved(path: str) -> dict[str, Any]:
     of_rank = _OF_RANK.fullmatch(file.name)
     if of_rank is None:
         return found
-    buffers = set(first.get("buffer_names") or ())
+    buffers = set(map(name_of_state, first.get("buffer_names") or ()))
     shapes = first.get("frozen_param_shapes") or {}
     parts = [read(one).get("frozen_param_fragments") or {} for one in _of_all_ranks(file, of_rank[2])]
     frozen = dict(_whole(shapes, parts))
