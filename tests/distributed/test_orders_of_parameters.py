@@ -10,6 +10,7 @@ from deepspeed.runtime import engine as deepspeed_engine
 
 import ds_parity
 from ds_parity.engine.internals.replaced import wrapped
+from ds_parity.parity.running.half_precision import fp16_allowed
 from tests.distributed.cells import STAGES, config
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import at_length_on_two_ranks, on_two_ranks
@@ -250,7 +251,10 @@ CHANGED_SELDOM = [cell for cell in CELLS if cell[0] in SELDOM]
 
 def changes_of(cells):
     last = dist.get_rank() == 1
-    return {f"{stage} {name}": [from_all(changed(stage, one, name)) for one in (last, True)] for stage, name in cells}
+    with fp16_allowed():
+        return {
+            f"{stage} {name}": [from_all(changed(stage, one, name)) for one in (last, True)] for stage, name in cells
+        }
 
 
 @on_two_ranks

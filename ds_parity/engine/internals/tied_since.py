@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from ds_parity.engine.internals.model_names import names_of_one
+from ds_parity.engine.internals.model_names import name_of_state, names_of_one
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
@@ -60,7 +60,8 @@ def refuse_parted(engine: Engine, checkpoint: Mapping[str, Any]) -> None:
     """
     values, shared = checkpoint.get(_MODEL) or {}, checkpoint.get(_SHARED) or {}
     stepped: Iterable[Mapping[str, Any]] = checkpoint.get(_STEPPED) or ()
-    named = set(chain(chain.from_iterable(stepped), checkpoint.get(_FROZEN) or ())) - set(shared)
+    saved = set(chain(chain.from_iterable(stepped), checkpoint.get(_FROZEN) or ())) - set(shared)
+    named = set(map(name_of_state, saved))
     for names in names_of_one(engine.module):
         # Two names of one weight have one value. Where there is none, the lists of weights tell.
         unseen = [name for name in names if name in named and not _is_whole(name, values)]
