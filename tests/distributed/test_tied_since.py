@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import ds_parity
-from tests.distributed.cells import config
+from tests.distributed.cells import STAGES, config
 from tests.distributed.continuing import converted
 from tests.distributed.engines import from_all, refusal
 from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on_two_ranks
@@ -47,10 +47,12 @@ CASES = {
     "one that was tied": ({"tied": True}, False, {}, False),
     "a function that says which": ({}, False, {**WEIGHTS, "custom_load_fn": _takes_the_embedding}, False),
 }
-OFTEN = tuple(f"{name} on {stage}" for name in CASES for stage in (1, 3))
-SELDOM = tuple(f"{name} on {stage}" for name in CASES for stage in (0, 2)) + tuple(
+OFTEN = ("a frozen head on 1", "a frozen head on 3", "one that was tied on 3")
+WHOLE = tuple(f"{name} on {stage}" for name in CASES for stage in STAGES)
+UNIVERSAL = tuple(
     f"{name}, universal on {stage}" for name in ("a frozen head", "one that was tied") for stage in (1, 2, 3)
 )
+SELDOM = tuple(case for case in (*WHOLE, *UNIVERSAL) if case not in OFTEN)
 
 
 def built(stage, *, bare=False, universal=False, **options):
