@@ -9,7 +9,7 @@ from typing import Any, Final
 from ds_parity.config.autotp import AUTOTP as SIZE_OF_AUTOTP
 from ds_parity.config.autotp import autotp_size
 from ds_parity.config.faults import ABSENT
-from ds_parity.config.refusals import FP16_NAMES, FP32_NAMES
+from ds_parity.config.refusals import FP16_NAMES, names_fp32
 from ds_parity.config.settings import AUTO, SECTION
 from ds_parity.values import switch, whole
 
@@ -82,7 +82,7 @@ class Wanted:
     @property
     def sums_in_fp32(self) -> bool:
         """Whether gradients of bf16 are accumulated in fp32."""
-        return self.precision == "bf16" and str(self.value("data_types.grad_accum_dtype")).lower() in FP32_NAMES
+        return self.precision == "bf16" and names_fp32(self.value("data_types.grad_accum_dtype"))
 
     @property
     def callers(self) -> bool:

@@ -43,7 +43,12 @@ _OFFLOADS: Final = ("offload_optimizer", "offload_param")
 _COMPRESSED_OPTIMIZERS: Final = ("onebitadam", "zerooneadam", "onebitlamb")
 _WEIGHTS_ALONE: Final = release("2.6")  # of torch, whose load() reads nothing else unless it is told to
 FP16_NAMES: Final = ("fp16", "float16", "half")
-FP32_NAMES: Final = ("fp32", "float32", "float", "torch.float32")
+_FP32_NAMES: Final = ("fp32", "float32", "float", "torch.float32")
+
+
+def names_fp32(dtype: object) -> bool:
+    """Return whether a value of `data_types.grad_accum_dtype` is one of DeepSpeed's names for fp32."""
+    return str(dtype).lower() in _FP32_NAMES
 
 
 @dataclass
@@ -154,7 +159,7 @@ def _precision(reader: _Reader, stage: int | None) -> Iterator[Fault]:
     if len(halves) > 1:
         rule = f"{halves[1]}.enabled is true, too, and DeepSpeed computes in one of them"
         yield Fault("fp16.enabled", True, rule, "set one of the two to false")
-    if half is not None and stage == 0 and str(accumulation).lower() in FP32_NAMES:
+    if half is not None and stage == 0 and names_fp32(accumulation):
         rule = f"DeepSpeed has no {half} with fp32 accumulation at ZeRO stage 0"
         way_out = "set zero_optimization.stage to 1, or leave grad_accum_dtype out"
         yield Fault("data_types.grad_accum_dtype", str(accumulation), rule, way_out)

@@ -24,6 +24,7 @@ from ds_parity.engine.internals.checkpoints import (
     loads_universal_weights_alone,
     loss_scale,
     own_clipping,
+    read,
     stepped_by_place,
     weights_of,
     without_deepspeeds,
@@ -43,7 +44,7 @@ from ds_parity.engine.internals.schedule import (
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.swapped import refuse_swapped
 from ds_parity.engine.internals.tied_since import refuse_parted, refusing_to_tie
-from ds_parity.engine.internals.universal import load_untrained, read, refuse_left_over
+from ds_parity.engine.internals.universal import load_untrained, refuse_left_over
 from ds_parity.engine.internals.unstepped import (
     loaded_as_frozen,
     refuse_doubtful_owners,

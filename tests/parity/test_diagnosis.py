@@ -306,22 +306,14 @@ def test_passes_that_no_log_holds_may_be_the_whole_numbers_that_divide_losses(tm
     assert ("returned-loss-scaled" in names) is named
 
 
-def test_a_loss_that_is_not_logged_once_has_no_factor(tmp_path):
-    lines = [f"{step},{2 + step / 10},{step / 1e4},{0.5 + step / 50}" for step in range(1, 21)]
-    lost = [line.replace("2.5,", ",") if line.startswith("5,") else line for line in lines]
-    paths = tmp_path / "a.csv", tmp_path / "b.csv"
-    for path, rows in zip(paths, (lines, lost), strict=True):
-        path.write_text("\n".join(["step,loss,lr,grad_norm", *rows]) + "\n")
-    one, other = open_pair(*paths)
-    (cause,) = diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes
-    assert (cause.name, cause.evidence.partition(";")[0]) == (
-        "reported-loss",
-        "no loss is logged in step 5, where the reference has one",
-    )
-
-
-@pytest.mark.parametrize("logged", ["nan", "inf", "-inf"])
-def test_a_loss_that_is_no_number_once_has_no_other_cause(tmp_path, logged):
+@pytest.mark.parametrize(
+    ("logged", "said"),
+    [
+        ("", "no loss is logged"),
+        *((text, "a loss that is not finite, or none, is logged") for text in ("nan", "inf", "-inf")),
+    ],
+)
+def test_a_loss_that_is_not_logged_once_or_is_no_number_has_one_cause(tmp_path, logged, said):
     lines = [f"{step},{2 + step / 10},{step / 1e4},{0.5 + step / 50}" for step in range(1, 21)]
     lost = [line.replace("2.5,", f"{logged},") if line.startswith("5,") else line for line in lines]
     paths = tmp_path / "a.csv", tmp_path / "b.csv"
@@ -331,7 +323,7 @@ def test_a_loss_that_is_no_number_once_has_no_other_cause(tmp_path, logged):
     (cause,) = diagnose(one, other, compare(one, other, Tier.REASSOCIATED)).causes
     assert (cause.name, cause.evidence.partition(";")[0]) == (
         "reported-loss",
-        "a loss that is not finite, or none, is logged in step 5, where the reference has one",
+        f"{said} in step 5, where the reference has one",
     )
 
 

@@ -87,6 +87,42 @@ def has_experts(engine: Engine) -> bool:
     return engine.has_moe_layers
 
 
+def read(file: Path) -> dict[str, Any]:
+    """Return what is in a file of a checkpoint; its tensors stay there until they are used."""
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    return state
+
+
+def beside_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the buffers of a model, and what its modules save of their own, by their names in its state.
+
+    Args:
+        saved: what is in its file.
+    """
+    buffers = set(map(name_of_state, saved.get("buffer_names") or ()))
+    return {name: value for name, value in saved["module"].items() if name in buffers or name.endswith(OWN_STATE)}
+
+
+@contextmanager
+def looked_at(engine: Engine, look: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Return a context in which a function sees what is in the model's file before DeepSpeed loads the model.
+
+    Args:
+        engine: a bare DeepSpeed engine, of no pipeline.
+        look: may raise, so that nothing is loaded.
+    """
+
+    def looking(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            look(checkpoint)
+            return load(checkpoint, *args, **kwargs)
+
+        return loaded
+
+    with wrapped(engine, "load_module_state_dict", looking):
+        yield
+
+
 @contextmanager
 def stepped_by_place(engine: Engine, *, named: bool) -> Iterator[None]:
     """Return a context in which weights that may have other names are those that the checkpoint's optimizer stepped.
@@ -104,22 +140,15 @@ def stepped_by_place(engine: Engine, *, named: bool) -> Iterator[None]:
         return
     renamed = False
 
-    def noting(load: Callable[..., Any]) -> Callable[..., Any]:
-        def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            nonlocal renamed
-            names = (name_of_state(name) for name, _ in engine.module.named_parameters())
-            renamed = any(name not in checkpoint["module"] for name in names)
-            return load(checkpoint, *args, **kwargs)
-
-        return loaded
+    def note(checkpoint: Mapping[str, Any]) -> None:
+        nonlocal renamed
+        names = (name_of_state(name) for name, _ in engine.module.named_parameters())
+        renamed = any(name not in checkpoint["module"] for name in names)
 
     def deciding(configured: Callable[[], bool]) -> Callable[[], bool]:
         return lambda: renamed or configured()
 
-    with (
-        wrapped(engine, "load_module_state_dict", noting),
-        wrapped(engine, "zero_load_from_fp32_weights", deciding),
-    ):
+    with looked_at(engine, note), wrapped(engine, "zero_load_from_fp32_weights", deciding):
         yield
 
 
@@ -298,9 +327,7 @@ def _with_state_of_rank(engine: Engine, folder: str, tag: str, weights: Mapping[
     (utils/zero_to_fp32.py, 0.19.8).
     """
     file = Path(engine._get_ckpt_name(folder, tag))
-    state = torch.load(file, map_location="cpu", weights_only=False, mmap=True) if file.is_file() else {"module": {}}
-    buffers = set(map(name_of_state, state.get("buffer_names") or ()))
-    own = {name: value for name, value in state["module"].items() if name in buffers or name.endswith(OWN_STATE)}
+    own = beside_weights(read(file)) if file.is_file() else {}
     found = {name_of_state(name): value for name, value in weights.items()} | own
     for names in names_of_one(engine.module):  # of a module that has several, one is collected
         known = next((name for name in names if name in found), None)

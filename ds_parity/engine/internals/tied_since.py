@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Final
 
 import torch
 
+from ds_parity.engine.internals.checkpoints import looked_at
 from ds_parity.engine.internals.model_names import name_of_state, names_of_one
-from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.errors import CheckpointError
 
@@ -40,14 +41,7 @@ def refusing_to_tie(engine: Engine, *, custom: bool) -> Iterator[None]:
         yield
         return
 
-    def comparing(load: Callable[..., Any]) -> Callable[..., Any]:
-        def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            refuse_parted(engine, checkpoint)
-            return load(checkpoint, *args, **kwargs)
-
-        return loaded
-
-    with wrapped(engine, "load_module_state_dict", comparing):
+    with looked_at(engine, partial(refuse_parted, engine)):
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-from ds_parity.engine.internals.checkpoints import saved_in_parts
+from ds_parity.engine.internals.checkpoints import beside_weights, read, saved_in_parts
 from ds_parity.engine.internals.model_names import OWN_STATE, name_of_state
 from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.surface import Engine, Parameter
@@ -160,12 +160,11 @@ def _saved(path: str) -> dict[str, Any]:
     of_rank = _OF_RANK.fullmatch(file.name)
     if of_rank is None:
         return found
-    buffers = set(map(name_of_state, first.get("buffer_names") or ()))
     shapes = first.get("frozen_param_shapes") or {}
     parts = [read(one).get("frozen_param_fragments") or {} for one in _of_all_ranks(file, of_rank[2])]
     frozen = dict(_whole(shapes, parts))
     # In place of a parameter the first file has an empty tensor.
-    return {name: value for name, value in found.items() if name in buffers or name.endswith(OWN_STATE)} | frozen
+    return beside_weights(first) | frozen
 
 
 def _of_all_ranks(file: Path, ending: str) -> list[Path]:
@@ -177,9 +176,3 @@ def _whole(shapes: Mapping[str, torch.Size], parts: list[Mapping[str, torch.Tens
     for name, shape in shapes.items():
         flat = torch.cat([part[name].flatten() for part in parts])
         yield name, flat[: shape.numel()].view(shape)
-
-
-def read(file: Path) -> dict[str, Any]:
-    """Return what is in a file of a checkpoint; its tensors stay there until they are used."""
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
-    return state

@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from deepspeed.pipe import TiedLayerSpec
 
+from ds_parity.engine.internals.checkpoints import read
 from ds_parity.engine.internals.stages import modules_of, shared_by_stages
-from ds_parity.engine.internals.universal import read
 
 TIED: Final = "tied"
 """Under this name of a stage's state: where it has its tied layers."""

@@ -11,14 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_parity.config.features import FETCHED
-from ds_parity.config.refusals import FP32_NAMES
+from ds_parity.config.refusals import names_fp32
 from ds_parity.parity.doctor.measured import FAULT, RIGHT, measured, numbers, of_places
 from ds_parity.parity.doctor.reading import Reading
 from ds_parity.values import whole
-
-
-def _named_fp32(dtype: object) -> bool:
-    return str(dtype).lower() in FP32_NAMES
 
 
 @dataclass(frozen=True)
@@ -457,7 +453,7 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "skips_for_ever",
         "behind one step with a gradient that is not finite, every step is skipped, and nothing is learned",
         "leave data_types.grad_accum_dtype out, or offload_optimizer",
-        lambda c: c.stage in (1, 2) and not c.fp32 and c.offloads and _named_fp32(c.raw("data_types.grad_accum_dtype")),
+        lambda c: c.stage in (1, 2) and not c.fp32 and c.offloads and names_fp32(c.raw("data_types.grad_accum_dtype")),
         "a gradient is not finite once, as fp16 brings about by its loss scale",
     ),
     DeepSpeedFault(

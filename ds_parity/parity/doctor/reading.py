@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_parity.config.features import Wanted
-from ds_parity.config.refusals import FP32_NAMES
+from ds_parity.config.refusals import names_fp32
 from ds_parity.config.releases import read
 from ds_parity.config.settings import AUTO
 from ds_parity.values import real, switch
@@ -90,7 +90,7 @@ class Reading:
     @property
     def sums_in_fp32(self) -> bool:
         """Whether bf16 gradients are accumulated in fp32."""
-        return self.bf16 and str(self.raw("data_types.grad_accum_dtype")).lower() in FP32_NAMES
+        return self.bf16 and names_fp32(self.raw("data_types.grad_accum_dtype"))
 
     @property
     def clips(self) -> bool:

@@ -25,6 +25,18 @@ _MOST_PASSES = 9
 NOMINAL_PASSES = 8
 
 
+def closes_at(opened: int, settings: Settings) -> int:
+    """Return at how many units of all, or more, a window ends.
+
+    Args:
+        opened: units of all windows before it (>= 0).
+        settings: with a target (`cut_by`).
+    """
+    if settings.overshoot == "carry":
+        return (opened // settings.target + 1) * settings.target
+    return opened + settings.target
+
+
 def cut_by(settings: Settings) -> Settings:
     """Return the settings whose target says where a scenario's windows end.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 
 from ds_parity.config import Settings
-from ds_parity.parity.running.layouts import Layout, collate_layout
+from ds_parity.parity.running.layouts import Layout, closes_at, collate_layout
 from ds_parity.planning.rollout import Rollout
 
 
@@ -94,18 +94,18 @@ def in_whole_windows(layout: Layout, settings: Settings) -> Layout:
     while layout:
         rows = collate_layout(layout)
         units = [sum(one.prompts if settings.count == "prompt" else one.rollouts for one in row) for row in rows]
-        closing = _last_closing(units, settings.target, carry=settings.overshoot == "carry")
+        closing = _last_closing(units, settings)
         if closing == len(layout):
             break
         layout = layout[:closing]
     return layout
 
 
-def _last_closing(units: Iterable[int], target: int, *, carry: bool) -> int:
+def _last_closing(units: Iterable[int], settings: Settings) -> int:
     """How many passes there are up to the last one that closes a window."""
     consumed, opened, closing = 0, 0, 0
     for number, count in enumerate(units, start=1):
         consumed += count
-        if consumed >= ((opened // target + 1) * target if carry else opened + target):
+        if consumed >= closes_at(opened, settings):
             opened, closing = consumed, number
     return closing

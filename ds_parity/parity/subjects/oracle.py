@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from ds_parity.config import Settings
-from ds_parity.parity.running.layouts import Passes, cut_by, of_one_unit
+from ds_parity.parity.running.layouts import Passes, closes_at, cut_by, of_one_unit
 from ds_parity.planning.rollout import MicroBatch
 
 
@@ -95,9 +95,7 @@ def windows_of(passes: Passes, settings: Settings, lookahead: bool = False) -> l
     consumed = opened = first = applied = 0
     for index, row in enumerate(passes):
         consumed += sum(_units(batch, settings) for batch in row)
-        limit = opened + settings.target
-        if settings.overshoot == "carry":
-            limit = (opened // settings.target + 1) * settings.target
+        limit = closes_at(opened, settings)
         last_pass = index == len(passes) - 1
         if consumed < limit and not last_pass:
             continue
