@@ -206,7 +206,10 @@ def _shifts(trainer: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if type(model).__module__.startswith(
+        "peft."
+    ):  # beside prompt learning the Trainer looks one further than it should
+        model = getattr(model.base_model, "model", model.base_model)
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 

@@ -40,6 +40,18 @@ class TestCompilers:
     def test_one_that_cxx_names_and_is_not_there(self):
         assert "nowhere-g++" in named(machine.compilers({**os.environ, "CXX": "nowhere-g++ -O2"}))["compiler"].said
 
+    @pytest.mark.parametrize(
+        ("script", "why"), [("#!/bin/sh\necho no licence >&2\nexit 3\n", "3: no licence"), ("", "")]
+    )
+    def test_one_that_does_not_run(self, tmp_path, script, why):
+        (tmp_path / "c++").write_text(script)
+        (tmp_path / "c++").chmod(0o755)
+        found = named(machine.compilers({"PATH": str(tmp_path)}))["compiler"]
+        assert found.state is State.BITES
+        assert "the C++ compiler c++ does not run" in found.said
+        assert why in found.said
+        assert "install g++" in found.way_out
+
     def test_one_that_is_there(self, tmp_path):
         for name in ("c++", "ninja"):
             (tmp_path / name).write_text("#!/bin/sh\n")

@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +28,13 @@ _INSTALL = "install g++ (apt install g++, or conda install -c conda-forge gxx), 
 def compilers(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Yield whether there is what torch compiles DeepSpeed's operators with."""
     named = environment.get("CXX", "c++")
-    found = shutil.which(named.split()[0] if named.split() else "c++", path=environment.get("PATH"))
+    first, *rest = named.split() or ["c++"]
+    found = shutil.which(first, path=environment.get("PATH"))
     if found is None:
         said = f"there is no C++ compiler ({named} is not on PATH), and DeepSpeed compiles operators when they are used"
+        yield Finding("compiler", State.BITES, said, _INSTALL)
+    elif (why := _does_not_run([found, *rest])) is not None:
+        said = f"the C++ compiler {named} does not run ({why}), and DeepSpeed compiles operators when they are used"
         yield Finding("compiler", State.BITES, said, _INSTALL)
     else:
         yield Finding("compiler", State.FINE, f"C++ compiler: {found}")
@@ -39,6 +44,18 @@ def compilers(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("ninja", State.BITES, said, "pip install ninja, and put the environment's bin folder on PATH")
     else:
         yield Finding("ninja", State.FINE, f"ninja: {ninja}")
+
+
+def _does_not_run(command: list[str]) -> str | None:
+    """Return why a compiler can't say its version, which torch asks it for (torch/utils/cpp_extension.py)."""
+    try:
+        # The user's own environment: a compiler may need more of it than PATH.
+        ended = subprocess.run([*command, "-dumpversion"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if ended.returncode == 0:
+        return None
+    return f"it ended with {ended.returncode}: {ended.stderr.strip() or 'it said nothing'}"
 
 
 def cache(environment: Mapping[str, str]) -> Iterator[Finding]:
