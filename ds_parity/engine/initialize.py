@@ -54,11 +54,8 @@ from ds_parity.engine.internals.tensor_groups import (
 from ds_parity.engine.internals.unable import refuse_unable
 from ds_parity.engine.listeners.monitoring import show
 from ds_parity.engine.listeners.tracing import attach, refuse_shared, start_of_trace
-from ds_parity.engine.pipeline import (
-    PipelinedEngine,
-    refuse_in_pipelines,
-    refuse_stage_without_training,
-)
+from ds_parity.engine.pipeline import PipelinedEngine
+from ds_parity.engine.pipeline_refusals import refuse_in_pipelines, refuse_stage_without_training
 from ds_parity.engine.ranks.agreement import (
     Asked,
     agree,

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -20,17 +20,13 @@ import torch
 import wrapt
 
 from ds_parity.config import Settings
-from ds_parity.config.faults import ABSENT
-from ds_parity.config.features import PIPELINES, Wanted
-from ds_parity.config.refusals import writers_are_not_read
 from ds_parity.engine.arguments import counts_in, refuse_mean_of_parts, refuse_what_is_no_loss, weighting_of
 from ds_parity.engine.division import silenced, silent
 from ds_parity.engine.half_loaded import is_whole, refuse_half_loaded
 from ds_parity.engine.internals.adapter import choose
 from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
-from ds_parity.engine.internals.group_options import CLIPPING, Options
-from ds_parity.engine.internals.installed import refused_by_call
+from ds_parity.engine.internals.group_options import Options
 from ds_parity.engine.internals.moved_away import refuse_moved_away
 from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.schedule import failing_loudly, needed_by
@@ -48,11 +44,12 @@ from ds_parity.engine.internals.stages import (
 )
 from ds_parity.engine.internals.tied_sums import reduce_tied_gradients
 from ds_parity.engine.pipeline_checkpoints import load, refuse_to_begin, save, with_states
+from ds_parity.engine.pipeline_columns import PipelineColumn, refuse_parted, refuse_uneven
 from ds_parity.engine.planned import PlansRead, Read, refuse_different_plans, refuse_plan_of_others
 from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
-from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place, differing_rates
+from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place
 from ds_parity.engine.saving import Saving
 from ds_parity.engine.writers import Writer
 from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
@@ -63,41 +60,6 @@ from ds_parity.window import Counts
 _LOG = logging.getLogger("ds_parity")
 _HALVES = (torch.bfloat16, torch.float16)
 _KEYS = {"inputs", "labels"}
-_STAGES = (0, 1)
-
-
-@dataclass(frozen=True)
-class _Column:
-    """What one rank says of its column of the pipeline.
-
-    Attributes:
-        number: of the column, the data-parallel rank.
-        counts: of each micro-batch.
-        runs: whether there is anything that it could run.
-        stage: of the rank.
-        rates: what its coming step uses, as `Options.told` gives it.
-        plans: numbers of the plans that it has begun in this window (`MicroBatch.plan_number`).
-        ties: whether it trains each weight that its stage shares with others, by its name.
-        norms: how many norms its step adds up over the stages (`norms_over_stages`).
-        frozen: a checksum of what its optimizer steps and is frozen now (`Adapter.frozen_parameters`).
-        experts_apart: whether experts of its stage lie on different columns.
-    """
-
-    number: int
-    counts: tuple[Counts, ...]
-    runs: bool
-    stage: int = field(default=0, compare=False)
-    rates: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    plans: tuple[int, ...] = field(default=(), compare=False)
-    ties: Mapping[str, bool] = field(default_factory=dict, compare=False)
-    norms: int = field(default=0, compare=False)
-    frozen: int = field(default=0, compare=False)
-    experts_apart: bool = field(default=False, compare=False)
-
-    @property
-    def clips(self) -> list[tuple[str, str]]:
-        """What clips if it was changed: one gradient is clipped on all stages."""
-        return [(name, value) for name, value in self.rates if name == CLIPPING]
 
 
 class PipelinedEngine(wrapt.ObjectProxy[Any]):
@@ -329,7 +291,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         with suppress(RankDesyncError, RuntimeError):
             self._self_over.gather(None, replace(self._place(kind, self._windows), error=in_short(error)))
 
-    def _exchanged(self, micro_batches: Iterable[MicroBatch]) -> tuple[list[MicroBatch], list[_Column]]:
+    def _exchanged(self, micro_batches: Iterable[MicroBatch]) -> tuple[list[MicroBatch], list[PipelineColumn]]:
         """Return this rank's micro-batches, and what every rank said of its own."""
         over, kind = self._self_over, "trains a window"
         try:
@@ -354,16 +316,16 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         ties = shared_weights(self.module, chain.from_iterable(self._self_adapter.groups()))
         norms, frozen = norms_over_stages(self.__wrapped__), self._self_adapter.frozen_parameters()
         apart = self._self_adapter.experts_apart
-        said = _Column(self._own_column, counts, runs, stage, rates, plans, ties, norms, frozen, apart)
+        said = PipelineColumn(self._own_column, counts, runs, stage, rates, plans, ties, norms, frozen, apart)
         with naming_lost_ranks("train_window()"):
-            gathered: list[_Column] = over.gather(said, self._place(kind, self._windows))
+            gathered: list[PipelineColumn] = over.gather(said, self._place(kind, self._windows))
             if any(one.plans != plans for one in gathered):
                 place = self._place("compares plans", self._windows)
                 refuse_different_plans(lambda own: over.gather(own, place), read)
         self._self_plans = read
-        _refuse_parted(gathered)
+        refuse_parted(gathered)
         if any(one.experts_apart for one in gathered):
-            self._refuse_uneven(gathered)
+            refuse_uneven(gathered, self._self_weighting.silences)
         if not all(one.runs for one in gathered):
             raise WindowError(
                 "a column of the pipeline has no micro-batch in its first window, so nothing can run there, and the "
@@ -371,18 +333,6 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 "one with rollouts=0 and tokens=0"
             )
         return batches, gathered
-
-    def _refuse_uneven(self, gathered: Sequence[_Column]) -> None:
-        """Raise on every rank where columns would run other numbers of micro-batches, in which experts wait for all."""
-        silences = self._self_weighting.silences
-        runs = {one.number: sum(not silences(counts) for counts in one.counts) for one in gathered}
-        if len(set(runs.values())) > 1:
-            told = ", ".join(f"{many} of data-parallel rank {number}" for number, many in sorted(runs.items()))
-            raise WindowError(
-                f"train_window() was given other numbers of micro-batches that weigh something on columns ({told}), "
-                "and experts lie on different ranks (DeepSpeed's MoE with ep_size above 1): each of them waits for the "
-                "tokens of all; give every column as many, or use ep_size 1"
-            )
 
     def _refuse_inputs(self, batches: Sequence[Any]) -> None:
         labelled = self.is_last_stage() and self.module.loss_fn is not None
@@ -486,104 +436,6 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         # It may stand in front of a module (torch.nn.CrossEntropyLoss).
         with replaced(module, "loss_fn", loss_fn):
             yield
-
-
-def _refuse_parted(gathered: Sequence[_Column]) -> None:
-    """Raise RankDesyncError where stages of a column differ, learning rates, groups, or what is trained of a tie."""
-    for rank, one in enumerate(gathered):
-        first = next(other for other in gathered if other.number == one.number)
-        if first != one:
-            raise RankDesyncError(
-                f"rank {rank} gave {len(one.counts)} micro-batches of {one.counts}, and another stage of its "
-                f"column (data-parallel rank {one.number}) gave {first.counts}: all ranks of a column give the "
-                "same micro-batches; give each rank those of its data-parallel rank (engine.grid)"
-            )
-        at, first = next((at, other) for at, other in enumerate(gathered) if other.stage == one.stage)
-        if first.rates != one.rates:
-            raise RankDesyncError(
-                f"ranks of stage {one.stage} differ in "
-                f"{differing_rates({at: first.rates, rank: one.rates})}: their weights would part. "
-                "The weights are as they were. Set learning rates, and whatever else is named here, on all ranks alike"
-            )
-        if one.clips != gathered[0].clips:
-            raise RankDesyncError(
-                f"ranks differ in {differing_rates({0: gathered[0].clips, rank: one.clips})}: each would clip by a "
-                "bound of its own. The weights are as they were. Set it on all ranks of the pipeline alike"
-            )
-        if first.frozen != one.frozen:
-            raise RankDesyncError(
-                f"rank {rank}, of stage {one.stage} of the pipeline, has frozen other parameters than another column "
-                "of its stage: gradients of different ones would be added up. The weights are as they were. Freeze the "
-                "same ones on all columns"
-            )
-        if one.norms != gathered[0].norms:
-            raise RankDesyncError(
-                f"rank {rank}, of stage {one.stage} of the pipeline, has parameters in {one.norms} parameter groups, "
-                f"and stage {gathered[0].stage} in {gathered[0].norms}: on ZeRO 1 stages add up a norm for each group, "
-                "and would wait for each other for ever. The weights are as they were. Give each stage a parameter in "
-                "each group, or all of them one group, or take ZeRO 0"
-            )
-        for name, trained in one.ties.items():
-            first = next(other for other in gathered if name in other.ties)
-            if first.ties[name] != trained:
-                states = "frozen, or not handed over", "trained"
-                raise RankDesyncError(
-                    f"rank {rank}, of stage {one.stage} of the pipeline, has {name} {states[trained]}, and stage "
-                    f"{first.stage} has it {states[first.ties[name]]}: they add up its gradients, and one would wait "
-                    "for the other for ever, or the weights part. They are as they were. Train what stages share on "
-                    "all of them, or on none"
-                )
-
-
-def refuse_in_pipelines(settings: Settings | None, config: Mapping[str, Any], *, plain: bool) -> None:
-    """Raise ConfigError for what a pipeline can't do with ds_parity.
-
-    Args:
-        settings: the extra keys.
-        config: the extended configuration.
-        plain: the engine is built by `ds_parity.initialize`, and not for a framework.
-    """
-    assert settings is not None, "the configuration has the extra keys"
-    if why := refused_by_call(PIPELINES.name):
-        raise ConfigError(f"model is a PipelineModule: {why}")
-    asked, timed = Wanted(config), bool(config.get("wall_clock_breakdown"))
-    stage, halves = asked.stage, asked.precision == "fp16" or asked.autocast == "fp16"
-    # As in a plain engine on ZeRO 1 (config/refusals.py), because bf16 on ZeRO 0 has a ZeRO optimizer's files here.
-    written = asked.precision == "bf16" and asked.value("checkpoint.writer") not in (ABSENT, None)
-    written = written and writers_are_not_read()
-    refused = (
-        (not plain, "install()", "frameworks drive passes", "call ds_parity.initialize"),
-        (
-            not settings.by_caller,
-            "ds_parity.boundary 'rollouts'",
-            "DeepSpeed's train_batch() runs all micro-batches of a step at once, so they must be known before",
-            "set ds_parity.boundary to 'caller', and give each window of a plan to engine.train_window(micro_batches)",
-        ),
-        (stage not in _STAGES, f"zero_optimization.stage {stage}", "DeepSpeed's pipelines take 0 and 1", "choose 1"),
-        (settings.terms is not None, "ds_parity.terms", "a pipeline has one loss", "add the terms up in loss_fn"),
-        (settings.trace is not None, "ds_parity.trace", "no trace is written", "write engine.last_step yourself"),
-        (settings.lr_progress == "rollout", "lr_progress 'rollout'", "the scheduler is DeepSpeed's", "leave it out"),
-        (timed, "wall_clock_breakdown", "DeepSpeed's timers of a pipeline raise inside train_batch()", "leave it out"),
-        (halves, "fp16", "its loss scale was not verified over stages", "use bf16, or fp32"),
-        (written, "bf16 and checkpoint.writer", "DeepSpeed can't load what it saves", "leave checkpoint.writer out"),
-    )
-    for refuse, what, why, way_out in refused:
-        if refuse:
-            raise ConfigError(f"model is a PipelineModule, with {what}: {why}; {way_out}")
-
-
-def refuse_stage_without_training(model: Any, given: Iterable[Any]) -> None:
-    """Raise ConfigError where this stage trains nothing: DeepSpeed's optimizer raises there, and other stages wait.
-
-    Args:
-        model: the PipelineModule, of which this rank has a stage.
-        given: the parameters that were handed over; none: those of the stage.
-    """
-    if not any(one.requires_grad for one in given or model.parameters() if isinstance(one, torch.Tensor)):
-        raise ConfigError(
-            f"stage {model.stage_id} of the pipeline trains no parameter: DeepSpeed builds an optimizer on each stage, "
-            "and none without a parameter; choose a partition_method, or num_stages, by which each stage trains some"
-        )
 
 
 def _listed(micro_batches: Any) -> list[Any]:
