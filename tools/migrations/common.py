@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
 from ds_parity.errors import DsParityError
-from ds_parity.losses import token_logps
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.data.model import build_tiny
@@ -29,6 +28,7 @@ from ds_parity.parity.probe.decomposition import decompose
 from ds_parity.parity.running.weights import vector
 from ds_parity.planning import Rollout
 from ds_parity.planning.rollout import MicroBatch
+from ds_parity.token_losses import token_logps
 from ds_parity.trace import StepRecord, TraceWriter
 from ds_parity.trace.foreign import read_pair
 from ds_parity.trace.heading import header

@@ -266,3 +266,8 @@ class Comparison:
         if self.tier is Tier.EXACT or name not in BOUNDED:
             return 0.0
         return Bound(C[self.dtype][name], EPS[self.dtype], terms).relative
+
+
+def plain(field: str) -> str:
+    """Return the field that a difference is of: metrics as one, what holds of all steps as its field."""
+    return "metrics" if field.startswith(METRIC) else field.partition(", ")[0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from ds_parity.losses import logits_of, masked, reduced, token_logps
+from ds_parity.token_losses import logits_of, masked, reduced, token_logps
 
 # What a term's mean within a micro-batch runs over, where the term's weight in the window says nothing of it.
 _MEANS = {"weight": "rollout", "target": "rollout"}

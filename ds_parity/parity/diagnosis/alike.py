@@ -13,8 +13,9 @@ from ds_parity.parity.diagnosis.computed import undecided
 from ds_parity.parity.diagnosis.gradient import lengths, not_finite, parallel
 from ds_parity.parity.diagnosis.lengths import linear
 from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.nearness import near
 from ds_parity.parity.diagnosis.update_factors import entered, multiple
-from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.parity.diagnosis.view import View
 
 _OF_SEVERAL_RANKS = {"half-broadcast", "late-boundary", "rank-left-out"}
 _OF_SEVERAL_PASSES = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ds_parity.parity.comparison.fields import Comparison
+from ds_parity.parity.comparison.fields import Comparison, plain
 from ds_parity.parity.diagnosis import gradient, updates, windows
 from ds_parity.parity.diagnosis.effects import SPLIT
-from ds_parity.parity.diagnosis.view import View, plain
+from ds_parity.parity.diagnosis.view import View
 
 _WORDS = {
     "step": "the steps themselves",

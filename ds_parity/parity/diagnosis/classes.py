@@ -14,9 +14,10 @@ from ds_parity.parity.diagnosis.causes import CLASSES
 from ds_parity.parity.diagnosis.effects import SPLIT
 from ds_parity.parity.diagnosis.gradient import not_finite
 from ds_parity.parity.diagnosis.moves import Moves
+from ds_parity.parity.diagnosis.nearness import near
 from ds_parity.parity.diagnosis.reporting import exact_factor
 from ds_parity.parity.diagnosis.update_factors import entered, may_be_opposite, multiple
-from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.parity.diagnosis.view import View
 
 _OF_UPDATE = {"clipping", "optimizer settings", "schedule", "weights"}
 # Of their bound, or of what a loss is off by: what lies further apart has not agreed, it was let pass.

@@ -11,7 +11,8 @@ import numpy as np
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.moves import Moves
-from ds_parity.parity.diagnosis.view import View, alike
+from ds_parity.parity.diagnosis.nearness import alike
+from ds_parity.parity.diagnosis.view import View
 
 # The first step can't take weights further apart than a few updates.
 _BEYOND = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from ds_parity.parity.comparison.fields import Comparison
+from ds_parity.parity.comparison.fields import Comparison, plain
 from ds_parity.parity.diagnosis import (
     computed,
     data,
@@ -24,7 +24,7 @@ from ds_parity.parity.diagnosis.classes import possible
 from ds_parity.parity.diagnosis.finding import NOTHING, Diagnosis
 from ds_parity.parity.diagnosis.next_step import recording, telling
 from ds_parity.parity.diagnosis.no_reason import NO_REASONS, NoReason
-from ds_parity.parity.diagnosis.view import View, plain
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
 from ds_parity.trace.columns import TraceFile, columns_of
 

@@ -17,7 +17,8 @@ from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient_factors import Prediction, predictions
 from ds_parity.parity.diagnosis.moves import ABOUT, Moves, along
-from ds_parity.parity.diagnosis.view import View, near, told
+from ds_parity.parity.diagnosis.nearness import near, told
+from ds_parity.parity.diagnosis.view import View
 
 # Of what a fault changes: a norm that it hardly changes must fit so much better.
 _FIRST, _LATER = 0.01, 0.05

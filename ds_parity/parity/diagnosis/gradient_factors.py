@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.parity.diagnosis.nearness import near
+from ds_parity.parity.diagnosis.view import View
 
 # A prediction that moves less than this from step to step is no more than one number.
 _VARIES = 1.05

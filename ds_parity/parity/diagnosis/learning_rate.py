@@ -11,6 +11,7 @@ from ds_parity.parity.diagnosis.causes import Cause, as_one_group
 from ds_parity.parity.diagnosis.effects import TRAINED_ON
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing
+from ds_parity.parity.diagnosis.nearness import alike, near, told
 from ds_parity.parity.diagnosis.rates import MOST, SAME, as_fp32, equal, finite, same, tells, where_due
 from ds_parity.parity.diagnosis.schedule_excerpts import beside_a_factor, beside_a_rest, not_seen
 from ds_parity.parity.diagnosis.schedule_families import of_a_family
@@ -28,7 +29,7 @@ from ds_parity.parity.diagnosis.schedule_rests import without_one_rest, without_
 from ds_parity.parity.diagnosis.schedule_shapes import ends, stretched, warm_up
 from ds_parity.parity.diagnosis.schedule_stairs import by_stairs
 from ds_parity.parity.diagnosis.second_fault import norms_stay, not_by_the_rate, proves, too_sudden
-from ds_parity.parity.diagnosis.view import View, alike, near, told
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
 
 _ROUNDING = 1e-12

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ds_parity.parity.comparison.fields import NAMES, Comparison, value_of
+from ds_parity.parity.comparison.fields import NAMES, Comparison, plain, value_of
 from ds_parity.parity.diagnosis.certain import other_split
 from ds_parity.parity.diagnosis.effects import SPLIT
 from ds_parity.parity.diagnosis.learning_rate import without_rounding_of_rates
-from ds_parity.parity.diagnosis.view import View, near, plain
+from ds_parity.parity.diagnosis.nearness import near
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord, Trace
 
 _WHOLE = 1e-9

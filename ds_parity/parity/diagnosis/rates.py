@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_parity.parity.diagnosis.view import near
+from ds_parity.parity.diagnosis.nearness import near
 
 SAME = 1e-6
 """Learning rates are computed, not measured: what is the same differs by rounding alone."""

@@ -12,7 +12,8 @@ from ds_parity.parity.diagnosis.effects import COUNTED, SPLIT
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.gradient import agreeing, unproven, until
 from ds_parity.parity.diagnosis.gradient import causes as of_gradients
-from ds_parity.parity.diagnosis.view import View, alike, near, told
+from ds_parity.parity.diagnosis.nearness import alike, near, told
+from ds_parity.parity.diagnosis.view import View
 
 _SINGLE = 1e-5  # of the greatest loss: what few sums in single precision leave
 

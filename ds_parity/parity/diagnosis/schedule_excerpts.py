@@ -14,8 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from ds_parity.parity.diagnosis.nearness import alike, near
 from ds_parity.parity.diagnosis.rates import MOST, SAME, rests_within, same
-from ds_parity.parity.diagnosis.view import View, alike, near
+from ds_parity.parity.diagnosis.view import View
 
 _BEFORE = ("another-warm-up",)
 _PLACE = ("schedule-off-by-steps", "resume-resets-schedule")  # which may have begun anew in front of an excerpt

@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.nearness import near, told
 from ds_parity.parity.diagnosis.rates import MOST
 from ds_parity.parity.diagnosis.schedule_positions import is_often
 from ds_parity.parity.diagnosis.schedule_shapes import digits_of_rates
-from ds_parity.parity.diagnosis.view import View, near, told
+from ds_parity.parity.diagnosis.view import View
 
 _FEW = 4  # rates, of which fewer are those of any schedule
 _ROUNDED, _SINGLE = 1e-12, 1e-7  # of the highest rate

@@ -8,10 +8,11 @@ from itertools import accumulate, chain, islice, pairwise, repeat, tee
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.nearness import alike, near
 from ds_parity.parity.diagnosis.rates import MOST, SAME, equal, follows, same, tells, where_due
 from ds_parity.parity.diagnosis.schedule_excerpts import not_seen, of_many_moves
 from ds_parity.parity.diagnosis.schedule_stairs import stairs_of
-from ds_parity.parity.diagnosis.view import View, alike, near
+from ds_parity.parity.diagnosis.view import View
 
 _FARTHEST = 4096  # places before an excerpt
 _BEGUN = 8

@@ -9,8 +9,9 @@ from itertools import chain, islice, pairwise, product
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.nearness import near, told
 from ds_parity.parity.diagnosis.rates import SAME, digits_of, rests_within, tells
-from ds_parity.parity.diagnosis.view import View, near, told
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Precision
 
 # Of what the rates come to: what is read between two steps of a curve is not exact.

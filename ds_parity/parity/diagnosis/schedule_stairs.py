@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
+from ds_parity.parity.diagnosis.nearness import alike, near
 from ds_parity.parity.diagnosis.rates import SAME, follows, same
-from ds_parity.parity.diagnosis.view import View, alike, near
+from ds_parity.parity.diagnosis.view import View
 
 _DEEPEST = 300.0  # a power of e by which rates may lie apart, and still be numbers
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from ds_parity.parity.comparison.bounds import EPS, C
 from ds_parity.parity.diagnosis.moves import Moves, along
+from ds_parity.parity.diagnosis.nearness import alike, told
 from ds_parity.parity.diagnosis.rates import SAME
 from ds_parity.parity.diagnosis.schedule_shapes import digits
-from ds_parity.parity.diagnosis.view import View, alike, told
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord, Trace
 
 # Of what rates do: gradients of other rows have another direction, and show a hundredth of it.

@@ -13,7 +13,8 @@ import numpy as np
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.view import View, alike, near
+from ds_parity.parity.diagnosis.nearness import alike, near
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import StepRecord
 
 # Losses and means are of fp32 numbers that were summed in fp64; what is left out is 1e-7 of them.

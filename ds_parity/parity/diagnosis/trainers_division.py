@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ds_parity.parity.diagnosis.causes import Cause
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.parity.diagnosis.nearness import near
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace.records import DIVIDED_BY_TRAINER
 
 _CLEAR = 10.0

@@ -16,8 +16,9 @@ import numpy as np
 from ds_parity.parity.diagnosis.causes import Cause, as_one_group
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.moves import ABOUT, Moves, Vector, along
+from ds_parity.parity.diagnosis.nearness import alike, near
 from ds_parity.parity.diagnosis.update_factors import factors_of, first_known, fits, predicted, shows_rates_used
-from ds_parity.parity.diagnosis.view import View, alike, near
+from ds_parity.parity.diagnosis.view import View
 
 _ALIGNED = 0.03
 _SHARE = 0.02

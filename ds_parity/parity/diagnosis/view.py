@@ -9,10 +9,11 @@ from itertools import pairwise
 
 from ds_parity.parity.comparison.bounds import DRIFT, EPS, LEAST_LOSS
 from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.comparison.fields import Comparison, Difference
+from ds_parity.parity.comparison.fields import Comparison, Difference, plain
 from ds_parity.parity.comparison.notes import apart_at_start
 from ds_parity.parity.diagnosis.effects import COUNTED, TRAINED_ON, effect, loss_by_rates, step_lengths
 from ds_parity.parity.diagnosis.lengths import forgetting
+from ds_parity.parity.diagnosis.nearness import finite_ratio, near
 from ds_parity.trace import StepRecord, Trace
 from ds_parity.trace.records import METRIC
 
@@ -33,25 +34,6 @@ _OF_A_METRIC = 1e-4
 # 0.03 to 0.46 times as far apart as losses, and 0 to 0.005 times where losses were logged wrong, but for one (0.028).
 _NEARER = 0.01
 _CLOSE, _STEPS = 1e-4, 3  # of a number, and how many of them
-
-
-def near(value: float | None, other: float, relative: float = 0.02) -> bool:
-    """Whether two numbers are alike; never for None, NaN or infinity."""
-    return value is not None and abs(value - other) <= relative * abs(other)
-
-
-def told(factor: float) -> str:
-    """A factor in five digits, or in as many as tell it from 1."""
-    digits = next((some for some in range(5, 17) if float(f"{factor:.{some}g}") != 1.0 or factor == 1.0), 17)
-    return f"{factor:.{digits}g}"
-
-
-def alike(values: list[float], relative: float = 0.03) -> bool:
-    """Whether there are numbers, and all are near their median."""
-    if not values:
-        return False
-    median = sorted(values)[len(values) // 2]
-    return all(near(value, median, relative) for value in values)
 
 
 @dataclass(frozen=True)
@@ -490,7 +472,7 @@ class View:
 
     def ratios(self, name: str) -> list[float | None]:
         """Return candidate / reference, pair by pair; None where one is absent, not finite or 0."""
-        return [_ratio(getattr(a, name), getattr(b, name)) for a, b in self.pairs]
+        return [finite_ratio(getattr(a, name), getattr(b, name)) for a, b in self.pairs]
 
     @property
     def apart_at_start(self) -> float | None:
@@ -508,18 +490,6 @@ class View:
         """Idle passes of each window, from the same side."""
         of_candidate = self.candidate.header.engine != "torch"
         return [(b if of_candidate else a).idle_passes or 0 for a, b in self.pairs]
-
-
-def plain(field: str) -> str:
-    """Return the field that a difference is of: metrics as one, what holds of all steps as its field."""
-    return "metrics" if field.startswith(METRIC) else field.partition(", ")[0]
-
-
-def _ratio(reference: object, candidate: object) -> float | None:
-    if not isinstance(reference, float) or not isinstance(candidate, float) or not reference:
-        return None
-    ratio = candidate / reference
-    return ratio if math.isfinite(ratio) else None
 
 
 def _both_idle(a: StepRecord, b: StepRecord) -> bool:

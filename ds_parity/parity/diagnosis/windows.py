@@ -12,7 +12,8 @@ from ds_parity.parity.diagnosis import ragged, streams, targets
 from ds_parity.parity.diagnosis.causes import Cause, as_one_group
 from ds_parity.parity.diagnosis.cut import Cut, before_last_passes
 from ds_parity.parity.diagnosis.fits import Fit
-from ds_parity.parity.diagnosis.view import View, near
+from ds_parity.parity.diagnosis.nearness import near
+from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
 
 _SEVERAL = 2  # windows that hold different numbers: others of their place hold the same by chance once in thousands

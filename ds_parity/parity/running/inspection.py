@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_iter
 
 from ds_parity.collation import collate, to_device
 from ds_parity.errors import ConfigError
-from ds_parity.losses import token_logps
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.policies import build_policy
 from ds_parity.parity.running.scenario import Scenario
 from ds_parity.planning.rollout import MicroBatch
+from ds_parity.token_losses import token_logps
 
 # Two ranks may compute a sum in another order; half precision keeps three digits.
 _ALIKE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
