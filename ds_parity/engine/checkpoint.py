@@ -184,8 +184,8 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     # At the end of these loads DeepSpeed gathers parameters, or a function of the caller's may talk to other ranks, who
     # may wait for this one there, and hear of an error once they come out, or this one ends.
     gathers = int(engine.zero_optimization_stage()) == 3 or engine.load_universal_checkpoint()
-    alone = not (gathers or options["custom_load_fn"])
-    stepped, strict = _stepped(driver), options["load_module_strict"]
+    stepped, strict, custom = _stepped(driver), options["load_module_strict"], bool(options["custom_load_fn"])
+    alone = not (gathers or custom)
     with (
         driver.telling_of_load(at_once=not alone),
         explained(driver, load_dir, tag),
@@ -195,10 +195,10 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
         any_shape_is_gathered(),
         literal_paths(),
         empty_partitions(engine),
-        loaded_as_frozen(engine, stepped, strict=strict, custom=bool(options["custom_load_fn"])),
-        without_copies(engine, strict=strict),
-        stepped_by_place(engine, named=strict or bool(options["custom_load_fn"])),
-        refusing_to_tie(engine, custom=bool(options["custom_load_fn"])),
+        loaded_as_frozen(engine, stepped, strict=strict, custom=custom),
+        without_copies(engine, strict=strict, custom=custom),
+        stepped_by_place(engine, stepped, named=strict or custom),
+        refusing_to_tie(engine, custom=custom),
         identities(engine) as files,
     ):
         path, state = engine.load_checkpoint(load_dir, tag, **options)

@@ -135,13 +135,13 @@ def _without_a_file(driver: Loading, load_dir: str, _: Any, error: Exception) ->
 def _frozen_since(driver: Loading, load_dir: str, _: Any, error: Exception) -> CheckpointError | None:
     # ZeRO 2 and 3 save a copy of each parameter that is frozen then, and look for one of each that is frozen now.
     frozen = {name for name, one in driver.engine.module.named_parameters() if not one.requires_grad}
-    missing = frozen.intersection(error.args)
+    missing, stage = frozen.intersection(error.args), int(driver.engine.zero_optimization_stage())
     if not missing:
         return None
     return CheckpointError(
         f"load_checkpoint({load_dir!r}): {missing.pop()} is frozen, and was not when the checkpoint was saved, or "
-        f"not there, so that DeepSpeed's ZeRO stage {int(driver.engine.zero_optimization_stage())} finds no copy of "
-        "it. Set requires_grad as it was then, load once more (loading ended half way), and freeze it behind that"
+        f"not there, or had another name, so that DeepSpeed's ZeRO stage {stage} finds no copy of it. Set "
+        "requires_grad as it was then, load once more (loading ended half way), and freeze it behind that"
     )
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -125,6 +126,139 @@ def _fills(src, dst):
     with torch.no_grad():
         for one in dst.parameters():
             one.fill_(0.5)
+
+
+# What is frozen behind the load, its layers, and whether the checkpoint leaves out what was frozen.
+ABSENT = (("the same", "zab", False), ("a new one", "znab", False), ("none", "zab", True))
+
+
+@at_length_on_two_ranks
+def masters_of_the_weights(folder):
+    """By stage and what is frozen: a weight that was edited in the file, of which masters are made."""
+    results = {}
+    for stage in STAGES[1:3]:
+        for case, layers, leaves_out in (
+            ("the same", "zab", False),
+            ("a new one", "znab", False),
+            ("none", "zab", True),
+        ):
+            path = f"{folder}/{stage}-{case}"
+            engine = _engine(stage, "zab", "z", "ab", 0)
+            _step(engine)
+            engine.save_checkpoint(path, tag="one", exclude_frozen_parameters=leaves_out)
+            engine.destroy()
+            file = f"{path}/one/mp_rank_00_model_states.pt"
+            if dist.get_rank() == 0:
+                saved = torch.load(file, weights_only=False)
+                saved["module"]["a.weight"].fill_(0.25)
+                torch.save(saved, file)
+            dist.barrier()
+            zero = {"zero_optimization": {"stage": stage, "load_from_fp32_weights": False}}
+            engine = _engine(stage, layers, "zn", "ab", 1, **zero)
+            engine.load_checkpoint(path, load_module_strict=False)
+            results[f"{stage} {case}"] = sorted(set(_weights(engine)["a.weight"]))
+            engine.destroy()
+    return results
+
+
+class _Around(torch.nn.Module):
+    """A model under another name, which keeps what it is given, and a parameter that is called as torch calls that."""
+
+    def __init__(self, inner, number):
+        super().__init__()
+        self.inner = inner
+        self.an_extra_state = torch.nn.Parameter(torch.full((4,), 1.0 + number))
+        self.largest = torch.full((20000,), 1.0 + number)
+
+    def get_extra_state(self):
+        return self.largest  # a conversion to a universal checkpoint takes tensors alone (DeepSpeed 0.19.8)
+
+    def set_extra_state(self, state):
+        self.largest = state
+
+    def forward(self, x):
+        return self.inner(x * self.an_extra_state)
+
+
+def _around(stage, number, **more):
+    model = _Around(_Model("ab", "", number), number)
+    return ds_parity.initialize(model=model, config={**config(stage, "fp32", 2, "AdamW"), **more})[0]
+
+
+@at_length_on_two_ranks
+def odd_names(folder):
+    """By stage and way: how a load ends, weights before the save and behind the load, and what the module has kept."""
+    results = {}
+    for stage in STAGES:
+        for way in ("alone", "universal") if stage else ("alone",):
+            path = f"{folder}/{stage}-{way}"
+            engine = _around(stage, 0)
+            _step(engine)
+            engine.save_checkpoint(path)
+            saved = _weights(engine)
+            engine.destroy()
+            if way == "universal":
+                ended = converted(path, 1)
+                assert ended in (None, "nothing was raised"), ended
+            engine = _around(stage, 1, checkpoint={"load_universal": way == "universal"})
+            how, tag = (ALONE, "global_step1") if way == "alone" else ({}, "universal")
+            said = from_all(refusal(lambda: engine.load_checkpoint(path, tag=tag, **how)))  # noqa: B023
+            behind = _weights(engine)
+            # The files are written anew, and cut before that: what was kept may not lie in them.
+            engine.save_checkpoint(path, tag=tag)
+            results[f"{stage} {way}"] = [said, saved, behind, sorted(set(engine.module.largest.tolist()))]
+            engine.destroy()
+    return results
+
+
+@at_length_on_two_ranks
+def by_a_function(folder):
+    """By stage: how a load of a frozen layer into a wrapper ends, and weights before the save and behind the load."""
+    results = {}
+    for stage in STAGES:
+        engine = _engine(stage, "zab", "z", "ab", 0)
+        _step(engine)
+        engine.save_checkpoint(f"{folder}/{stage}")
+        saved = {f"inner.{name}": value for name, value in _weights(engine).items()}
+        engine.destroy()
+        wrapper = torch.nn.Module()
+        wrapper.inner = _Model("zab", "z", 1)
+        given = [one for one in wrapper.parameters() if one.requires_grad]
+        keys = config(stage, "fp32", 2, "AdamW")
+        engine = ds_parity.initialize(model=wrapper, model_parameters=given, config=keys)[0]
+        into = {"custom_load_fn": lambda src, dst: dst.inner.load_state_dict(src)}
+        said = from_all(refusal(lambda: engine.load_checkpoint(f"{folder}/{stage}", **into)))  # noqa: B023
+        results[str(stage)] = [said, saved, _weights(engine)]
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("case", ["the same", "a new one", "none"])
+@pytest.mark.parametrize("stage", STAGES[1:3])
+def test_masters_are_made_of_weights_where_a_frozen_layer_is_not_in_the_file(two_ranks_at_length, stage, case):
+    assert two_ranks_at_length.of(masters_of_the_weights)[f"{stage} {case}"] == [0.25]
+
+
+@pytest.mark.parametrize("way", ["alone", "universal"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_may_be_called_as_extra_state_and_a_module_keep_that(two_ranks_at_length, stage, way):
+    if way == "universal" and not stage:
+        pytest.skip("ZeRO stage 0 loads no universal checkpoint")
+    said, saved, behind, kept = two_ranks_at_length.of(odd_names)[f"{stage} {way}"]
+    assert said == ["nothing was raised"] * 2
+    assert behind == saved
+    assert kept == [1.0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_function_may_load_a_frozen_layer_under_another_name(two_ranks_at_length, stage):
+    """On ZeRO 3 a function is given the part of it that a rank had: nobody can load that."""
+    said, saved, behind = two_ranks_at_length.of(by_a_function)[str(stage)]
+    if stage == 3:
+        assert all("or had another name" in one for one in said), said
+        return
+    assert said == ["nothing was raised"] * 2
+    assert behind == saved
 
 
 @pytest.mark.parametrize("stage", STAGES[1:3])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from inspect import getmro
 from pathlib import Path
 from typing import Any, Final
@@ -13,9 +14,9 @@ import torch.distributed as dist
 from deepspeed.runtime import engine as of_deepspeed
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
-from ds_parity.engine.internals.model_names import OWN_STATE, name_of_state, names_of_one
+from ds_parity.engine.internals.model_names import is_own_state, name_of_state, names_of_one
 from ds_parity.engine.internals.replaced import wrapped
-from ds_parity.engine.internals.surface import Engine
+from ds_parity.engine.internals.surface import Engine, Parameter
 
 REFUSALS: tuple[type[Exception], ...] = (ZeRORuntimeException, AssertionError)
 """A checkpoint of another number of ranks: a rank that finds no file of its own raises a bare assertion."""
@@ -88,19 +89,25 @@ def has_experts(engine: Engine) -> bool:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return what is in a file of a checkpoint; its tensors stay there until they are used."""
+    """Return what is in a file of a checkpoint; its tensors stay there, and are gone where the file is written again.
+
+    What is kept must be copied, therefore: a process that uses a tensor of a file that was cut ends by SIGBUS.
+    """
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     return state
 
 
 def beside_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the buffers of a model, and what its modules save of their own, by their names in its state.
+    """Return copies of a model's buffers, and of what its modules save of their own, by their names in its state.
+
+    A module may keep what it is given (torch's Module.set_extra_state).
 
     Args:
         saved: what is in its file.
     """
     buffers = set(map(name_of_state, saved.get("buffer_names") or ()))
-    return {name: value for name, value in saved["module"].items() if name in buffers or name.endswith(OWN_STATE)}
+    own = {name: value for name, value in saved["module"].items() if name in buffers or is_own_state(name)}
+    return deepcopy(own)
 
 
 @contextmanager
@@ -124,7 +131,7 @@ def looked_at(engine: Engine, look: Callable[[Mapping[str, Any]], None]) -> Iter
 
 
 @contextmanager
-def stepped_by_place(engine: Engine, *, named: bool) -> Iterator[None]:
+def stepped_by_place(engine: Engine, stepped: Iterable[Parameter], *, named: bool) -> Iterator[None]:
     """Return a context in which weights that may have other names are those that the checkpoint's optimizer stepped.
 
     With `load_from_fp32_weights: false` DeepSpeed makes them of the model's own on ZeRO 1 and 2, which it finds by name
@@ -133,6 +140,7 @@ def stepped_by_place(engine: Engine, *, named: bool) -> Iterator[None]:
 
     Args:
         engine: a bare DeepSpeed engine.
+        stepped: the model's parameters that the optimizer steps.
         named: parameters have the names here that they had when they were saved, or a function gives them weights.
     """
     if named:
@@ -142,7 +150,9 @@ def stepped_by_place(engine: Engine, *, named: bool) -> Iterator[None]:
 
     def note(checkpoint: Mapping[str, Any]) -> None:
         nonlocal renamed
-        names = (name_of_state(name) for name, _ in engine.module.named_parameters())
+        # What is frozen has no masters: the checkpoint may lack it.
+        own = {id(one) for one in stepped}
+        names = (name_of_state(name) for name, one in engine.module.named_parameters() if id(one) in own)
         renamed = any(name not in checkpoint["module"] for name in names)
 
     def deciding(configured: Callable[[], bool]) -> Callable[[], bool]:

@@ -13,10 +13,11 @@ from ds_parity.engine.internals.unstepped import given_whole, set_to
 
 _FROZEN: Final = "frozen_param_fragments"
 _SHAPES: Final = "frozen_param_shapes"
+_WHOLE_MODEL: Final = 3  # the ZeRO stage that partitions it
 
 
 @contextmanager
-def without_copies(engine: Engine, *, strict: bool) -> Iterator[None]:
+def without_copies(engine: Engine, *, strict: bool, custom: bool) -> Iterator[None]:
     """Return a context in which a load asks for no copy of a frozen weight that its state of the model has whole.
 
     ZeRO 2 and 3 save a copy of each weight that is frozen then, and look for one of each that is frozen now, also where
@@ -27,7 +28,9 @@ def without_copies(engine: Engine, *, strict: bool) -> Iterator[None]:
     Args:
         engine: a bare DeepSpeed engine, of no pipeline.
         strict: a weight that the checkpoint lacks is an error.
+        custom: a function of the caller's loads the model; it has been given all weights, but on ZeRO 3.
     """
+    by_function = custom and int(engine.zero_optimization_stage()) != _WHOLE_MODEL
 
     def finding(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +40,7 @@ def without_copies(engine: Engine, *, strict: bool) -> Iterator[None]:
             own = dict(engine.module.named_parameters())
             there, shapes = in_names_of(own, copies), in_names_of(own, checkpoint.get(_SHAPES) or {})
             # Copies that nobody asks for may be those of weights with other names: nothing may be called absent then.
-            absent = len(there) == len(copies) and not strict
+            absent = by_function or (len(there) == len(copies) and not strict)
             spared: list[Parameter] = [
                 one
                 for name, one in own.items()

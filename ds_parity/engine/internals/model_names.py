@@ -11,8 +11,7 @@ import torch
 # (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, ActivationWrapper, 2.13.0).
 _WRAPPER: Final = "_checkpoint_wrapped_module."
 
-OWN_STATE: Final = "_extra_state"
-"""The end of the name of what a module saves of its own (torch's Module.get_extra_state): of any kind and shape."""
+_OWN_STATE: Final = "_extra_state"
 
 
 def name_of_state(name: str) -> str:
@@ -22,6 +21,14 @@ def name_of_state(name: str) -> str:
         name: as `named_parameters()` gives it.
     """
     return name.replace(_WRAPPER, "")
+
+
+def is_own_state(name: str) -> bool:
+    """Return whether a name in a model's state is of what a module saves of its own, which has any kind and shape.
+
+    torch's `Module.get_extra_state` gives it, and no parameter is called so: one may end so (`my_extra_state`).
+    """
+    return name.rpartition(".")[2] == _OWN_STATE
 
 
 def in_names_of(own: Iterable[str], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_parity.engine.internals.checkpoints import beside_weights, read, saved_in_parts
-from ds_parity.engine.internals.model_names import OWN_STATE, name_of_state
+from ds_parity.engine.internals.model_names import is_own_state, name_of_state
 from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.engine.internals.unstepped import has_elements, lacks, of_none
@@ -106,7 +107,9 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
             "stepped: load it into the model that was saved, or give load_module_strict=False to keep what this "
             "engine has"
         )
-    _refuse_other_shapes(held, {name: one for name, one in own.items() if not name.endswith(OWN_STATE)} | parameters)
+    # Weights are copied out of the file when they are loaded, and a module may keep what else it is given.
+    held = {name: value if name in parameters else deepcopy(value) for name, value in held.items()}
+    _refuse_other_shapes(held, {name: one for name, one in own.items() if not is_own_state(name)} | parameters)
     partitioned = {id(one): one for name in held if hasattr(one := parameters.get(name), "ds_id")}
     with GatheredParameters(list(partitioned.values()), modifier_rank=0):
         # What a rank writes into a gathered parameter is the first one's anyway.

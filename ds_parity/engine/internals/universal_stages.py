@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -137,7 +138,9 @@ def load_layers(model: Any, folder: Path, stepped: Iterable[Any]) -> None:
     for file, layer, names in _untrained(model, folder, {id(one) for one in stepped}):
         if file.is_file():
             saved = read(file)
-            layer.load_state_dict({name: saved[name] for name in names if name in saved}, strict=False)
+            # A layer may keep what it is given (set_extra_state).
+            own = deepcopy({name: saved[name] for name in names if name in saved})
+            layer.load_state_dict(own, strict=False)
 
 
 def share_tied_weights(model: Any) -> None:
