@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import warnings
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ds_parity.parity.verification.verify import Outcome, Verification
 
 _UPDATE = "--ds-parity-update"
+_OPTIONS = {"against", "max_tokens", "model", "ranks", "rollouts", "seed", "timeout", "tokenizer", "train", "windows"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,38 +39,82 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
     """Return a function that trains with the reference engines and with ds_parity's, and fails where they differ.
 
     Its arguments are those of `ds-parity verify`: `config` (a path, or a dict), and by name `ranks`, `windows`, `seed`,
-    `model`, `rollouts`, `tokenizer`, `max_tokens`, `train`, `timeout`; and `golden`, a trace to compare the steps with.
-    Paths are relative to the test's folder. It returns what was compared.
+    `model`, `rollouts`, `tokenizer`, `max_tokens`, `train`, `against` (a name, or several), `timeout`; and `golden`, a
+    trace to compare the steps with. Paths are relative to the test's folder. It returns what was compared, and warns
+    where equal steps prove little.
     """
 
     def verify(
         config: str | Path | dict[str, Any], *, golden: str | Path | None = None, **options: Any
     ) -> Verification:
-        from ds_parity.config import load_config
-        from ds_parity.parity.verification import verify as harness
+        from ds_parity.errors import DsParityError
 
-        here = request.path.parent
-        for name in ("rollouts", "tokenizer"):
-            if options.get(name):
-                options[name] = str(here / options[name])
-        model = options.get("model", "")
-        if model.startswith("hf:"):
-            options["model"] = f"hf:{here / model.removeprefix('hf:')}"
-        update = bool(golden) and request.config.getoption(_UPDATE)
-        if golden and update:
-            _refuse_dirty_tree(here / golden)
-        elif golden and not (here / golden).exists():
-            pytest.fail(f"{golden}: there is no such trace yet; write it with pytest {_UPDATE}", pytrace=False)
-        extended = config if isinstance(config, dict) else load_config(str(here / config))
-        where = (str(here), str(request.config.rootpath))
-        verified = harness.verify(extended, tmp_path, import_from=where, **options)
-        if not verified.equal:
-            pytest.fail("\n\n".join(map(_shown, verified.outcomes)), pytrace=False)
-        if golden:
-            _compare_with_golden(verified.outcomes[-1], here / golden, update=update)
-        return verified
+        __tracebackhide__ = True  # pytest shows the line of the test, which is what is to be changed
+        try:
+            return _run(config, golden, options, request, tmp_path)
+        except DsParityError as error:
+            raise error.with_traceback(None) from None
 
     return verify
+
+
+def _run(
+    config: str | Path | dict[str, Any],
+    golden: str | Path | None,
+    options: dict[str, Any],
+    request: pytest.FixtureRequest,
+    folder: Path,
+) -> Verification:
+    from ds_parity.config import load_config
+    from ds_parity.parity.verification import verify as harness
+
+    _refuse_unknown(options)
+    here = request.path.parent
+    options = _beside(here, options)
+    update = bool(golden) and request.config.getoption(_UPDATE)
+    if golden and update:
+        _refuse_dirty_tree(here / golden)
+    elif golden and not (here / golden).exists():
+        pytest.fail(f"{golden}: there is no such trace yet; write it with pytest {_UPDATE}", pytrace=False)
+    extended = config if isinstance(config, dict) else load_config(str(here / config))
+    where = (str(here), str(request.config.rootpath))
+    verified = harness.verify(extended, folder, import_from=where, **options)
+    if not verified.equal:
+        pytest.fail("\n\n".join(map(_shown, verified.outcomes)), pytrace=False)
+    if golden:
+        _compare_with_golden(verified.outcomes[-1], here / golden, update=update)
+    if any(outcome.comparison.proves_little for outcome in verified.outcomes):
+        warnings.warn(verified.sentence, stacklevel=3)  # where the test calls it
+    return verified
+
+
+def _beside(here: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with paths relative to a test's folder, and one name of a reference as several."""
+    options = dict(given)
+    for name in ("rollouts", "tokenizer"):
+        if options.get(name):
+            options[name] = str(here / options[name])
+    model = options.get("model", "")
+    if model.startswith("hf:"):
+        options["model"] = f"hf:{here / model.removeprefix('hf:')}"
+    if isinstance(options.get("against"), str):
+        options["against"] = (options["against"],)
+    return options
+
+
+def _refuse_unknown(options: dict[str, Any]) -> None:
+    from dataclasses import fields
+
+    from ds_parity.config.faults import nearest
+    from ds_parity.errors import ConfigError
+    from ds_parity.parity.running.scenario import Scenario
+
+    known = _OPTIONS | {field.name for field in fields(Scenario)}
+    for name in options:
+        if name not in known:
+            near = nearest(name, known)
+            way_out = f"did you mean {near}?" if near else f"choose from {', '.join(sorted(_OPTIONS))}"
+            raise ConfigError(f"ds_parity_verify() has no argument {name!r}; {way_out}")
 
 
 def _shown(outcome: Outcome) -> str:

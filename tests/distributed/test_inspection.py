@@ -1,5 +1,8 @@
 """A model that would look like a fault of an engine is refused before anything trains, in one sentence."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -155,8 +158,14 @@ def said_of(model, dtype="fp32", **values):
 def looks(folder):
     before = torch.random.get_rng_state()
     said = {model.__name__: said_of(model) for model in MODELS}
+    rollout = {"prompt": "2 + 2", "completion": "4", "reward": 1.0, "advantage": 1e300}
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    far = path / f"far-{dist.get_rank()}.jsonl"
+    far.write_text(f"{json.dumps(rollout)}\n" * 48)
     return {
         "said": said,
+        "beyond fp32": said_of(dropout_off, rollouts=str(far)),
         "bf16": {model.__name__: said_of(model, "bf16") for model in (nan, dropout_off, dropout)},
         "trained": {model.__name__: said_of(model, train=f"{__name__}:train") for model in MODELS},
         "untouched": torch.equal(before, torch.random.get_rng_state()),
@@ -169,6 +178,11 @@ def test_what_is_wrong_with_a_model_is_one_sentence(two_ranks, model):
     assert expected in said
     assert bool(said) == bool(expected), said
     assert "\n" not in said
+
+
+def test_rollouts_that_make_no_micro_batch_are_what_is_wrong(two_ranks):
+    """And not the model, which has seen none."""
+    assert "advantage is 1e+300, must be one finite number of fp32" in two_ranks.of(looks)["beyond fp32"]
 
 
 def test_the_same_is_said_in_bf16(two_ranks):

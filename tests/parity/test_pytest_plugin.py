@@ -68,6 +68,24 @@ def test_files_are_looked_for_beside_the_test(project, pytester, given, told):
     result.stdout.fnmatch_lines([f"*{told.format(pytester.path)} no such file*"])
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("windos=2", "E *ConfigError: ds_parity_verify() has no argument 'windos'; did you mean windows?"),
+        ("colour=2", "E *ConfigError: ds_parity_verify() has no argument 'colour'; choose from against, max_tokens, *"),
+        ('against="torhc"', "E *ConfigError: --against is 'torhc': it must be one of *"),
+        ("windows=0", "E *ConfigError: *"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(project, given, told):
+    result = project(f'ds_parity_verify("ds_config.json", {given})')
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([told])
+    assert "Traceback" not in result.stdout.str()
+    assert "ds_parity_verify(" in result.stdout.str()
+    assert "pytest_plugin.py" not in result.stdout.str()
+
+
 def test_a_golden_is_written_from_a_clean_tree_only(project, pytester):
     project("pass")
     (pytester.path / "ds_config.json").write_text(CONFIG + "\n")

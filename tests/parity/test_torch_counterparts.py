@@ -12,7 +12,9 @@ from ds_parity.errors import ConfigError
 from ds_parity.parity.data.model import build_tiny
 from ds_parity.parity.matrix import setups
 from ds_parity.parity.running.scenario import Scenario
+from ds_parity.parity.subjects.oracle import PlannedWindow
 from ds_parity.parity.subjects.references.torch_counterparts import ByHand, CPULion, Lion, optimizer_and_scheduler
+from ds_parity.parity.subjects.references.torch_steps import TorchSteps
 from ds_parity.window import Progress
 from tests.distributed import cells
 
@@ -147,3 +149,24 @@ def test_by_hand_and_in_the_engine_a_schedule_stands_at_the_same_lr_at_every_fra
         reached.append(seen)
     assert reached[0] == reached[1]
     assert len(set(reached[0])) >= 5
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_gradient_that_is_not_finite_takes_no_step_and_the_next_one_does(number):
+    """As in the engine, on each ZeRO stage."""
+    rates = {"warmup_num_steps": 9, "warmup_type": "linear", "warmup_min_lr": 0.1, "warmup_max_lr": 0.5}
+    sgd = with_optimizer("SGD", lr=0.5) | {"scheduler": {"type": "WarmupLR", "params": rates}}
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    steps = TorchSteps(Scenario("plain", cells.config(0, "fp32", 2) | sgd, **cells.TINY), model)
+    before, records = model.weight.detach().clone(), []
+    window = PlannedWindow(0, 0, 1.0, 1.0, open=False, progress=Fraction(1))
+    for step, gradient in enumerate((float(number), 1.0, 1.0, 1.0), start=1):
+        model.weight.grad = torch.tensor([[gradient, 1.0]], dtype=torch.float64)
+        records.append(steps.step(step, window, (), torch.tensor(0.25)))
+        if step == 1:
+            assert torch.equal(model.weight, before)
+    assert [one.skipped for one in records] == [True, False, False, False]
+    assert records[0].grad_norm is None
+    # DeepSpeed's warm-up begins with two steps of one rate.
+    assert records[0].lr == records[1].lr == records[2].lr != records[3].lr
+    assert not torch.equal(model.weight, before)

@@ -108,9 +108,10 @@ def _computed(model: nn.Module, scenario: Scenario, checksum: str) -> _Seen:
     model = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.storage, model.float)().to(device)
     torch.manual_seed(scenario.seed)
     norm = 0.0
+    # What is wrong may be so of long sequences alone: positions that the model lacks, numbers that overflow.
+    batches = _shortest_and_longest(scenario)
     try:
-        # What is wrong may be so of long sequences alone: positions that the model lacks, numbers that overflow.
-        for batch in _shortest_and_longest(scenario):
+        for batch in batches:
             wrong, logps = _forward(model, to_device(batch, device), scenario)
             norm += 0.0 if logps is None else float(logps.double().norm())
             if wrong or logps is None:

@@ -40,7 +40,7 @@ class TorchSteps:
     def step(
         self, number: int, window: PlannedWindow, held: Sequence[MicroBatch], loss: torch.Tensor | None
     ) -> StepRecord:
-        """Update the weights, clear their gradients, and move the scheduler.
+        """Update the weights, clear their gradients, and move the scheduler; both stay where a gradient is not finite.
 
         Args:
             number: of the step (>= 1).
@@ -48,7 +48,7 @@ class TorchSteps:
             held: its micro-batches.
             loss: the step's; None where the window has none, and no step is applied.
         """
-        applied = loss is not None
+        applied = loss is not None and self._is_finite()
         lr = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         norm = clipped_step(self._model, self.optimizer, self._scenario) if applied else None
         self.optimizer.zero_grad()
@@ -69,3 +69,7 @@ class TorchSteps:
             grad_norm=norm,
             skipped=not applied,
         )
+
+    def _is_finite(self) -> bool:
+        gradients = (one.grad for one in self._model.parameters() if one.grad is not None)
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
