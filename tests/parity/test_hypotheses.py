@@ -33,6 +33,12 @@ def reference(wanted, tmp_path_factory):
     return trained(wanted, "torch", tmp_path_factory.mktemp("reference"))
 
 
+@pytest.fixture(scope="module")
+def even(wanted, tmp_path_factory):
+    """The trace of a loop that gives each micro-batch the same share."""
+    return trained(wanted, "plain", tmp_path_factory.mktemp("even"), EvenShares(wanted))
+
+
 def trained(wanted, engine, folder, run=train_alone):
     with Recorder(folder, wanted, engine) as recorder:
         run(wanted, recorder)
@@ -394,30 +400,27 @@ def _all_of_two(wanted):
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf"), -float("inf"), 1e154, 1e308, -1.0, 0.0])
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_norm_that_no_step_has_is_no_part_of_a_fault(reference, wanted, tmp_path, norm, at):
+def test_a_norm_that_no_step_has_is_no_part_of_a_fault(reference, even, norm, at):
     """A part of a fault is a root of a polynomial, and numpy raises for one whose numbers are not finite."""
-    candidate = trained(wanted, "plain", tmp_path, EvenShares(wanted))
-    steps = list(candidate.steps)
+    steps = list(even.steps)
     steps[at] = steps[at].model_copy(update={"grad_norm": norm})
-    for right, wrong in ((reference, replace(candidate, steps=tuple(steps))), (candidate, reference)):
+    for right, wrong in ((reference, replace(even, steps=tuple(steps))), (even, reference)):
         found = diagnosed(right, wrong)
         assert found.certain[0].startswith("first to differ"), found
 
 
-def test_where_rounding_is_wider_than_hypotheses_lie_apart_none_is_named(wanted, reference, tmp_path):
+def test_where_rounding_is_wider_than_hypotheses_lie_apart_none_is_named(reference, even):
     """In bf16 a norm is right to 2 %: without weights, several faults have it."""
-    candidate = trained(wanted, "plain", tmp_path, EvenShares(wanted))
     bare = [
         replace(trace, steps=tuple(one.model_copy(update={"weights": None}) for one in trace.steps))
-        for trace in (reference, candidate)
+        for trace in (reference, even)
     ]
     assert [cause.name for cause in diagnosed(*bare).causes] == ["mean-of-micro-batches"]
     assert diagnosed(*bare, "bf16").causes == ()
 
 
-def test_a_hypothesis_says_where_the_weights_would_lie(wanted, reference, tmp_path):
-    candidate = trained(wanted, "plain", tmp_path, EvenShares(wanted))
-    apart = [y - x for x, y in zip(*(t.steps[0].weights.sketch for t in (reference, candidate)), strict=True)]
+def test_a_hypothesis_says_where_the_weights_would_lie(reference, even):
+    apart = [y - x for x, y in zip(*(t.steps[0].weights.sketch for t in (reference, even)), strict=True)]
     folded = [sum(apart[at::8]) for at in range(8)]
     assert reference.steps[0].hypotheses["mean-of-micro-batches"].apart == pytest.approx(folded, rel=0.02, abs=1e-5)
 
@@ -456,7 +459,10 @@ def vector(module):
     return torch.cat([parameter.detach().float().flatten() for parameter in module.parameters()])
 
 
-@pytest.mark.parametrize("name", ["rollouts", "uniform", "weights", "averaged", "prompts", "clipped", "caller"])
+OFTEN, SELDOM = ("rollouts", "averaged", "caller"), ("uniform", "weights", "prompts", "clipped")
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
 def test_every_scenario_of_one_term_has_hypotheses_and_the_right_loss_among_none(name, tmp_path):
     wanted = scenario(name, {"zero_optimization": {"stage": 1}})
     first = trained(replace(wanted, windows=2), "torch", tmp_path).steps[0]

@@ -365,7 +365,7 @@ class TestEveryPicture:
         assert [picture.name for picture in made] == ["curves", *([] if alike else ["differences"]), "windows"]
         assert all(picture.png.startswith(b"\x89PNG") and picture.caption for picture in made)
 
-    def test_holds_its_texts_and_none_lies_on_another(self, draw, case):
+    def test_holds_its_texts_apart_in_colours_that_the_colour_blind_tell_apart(self, draw, case):
         for figure in draw(*CASES[case], against="x" * 300 if case == "long names" else "torch").values():
             figure.canvas.draw()
             renderer = figure.canvas.get_renderer()
@@ -378,9 +378,6 @@ class TestEveryPicture:
             for (one, a), (other, b) in combinations(zip(found, shrunk, strict=True), 2):
                 apart = a[1] < b[0] or b[1] < a[0] or a[3] < b[2] or b[3] < a[2]
                 assert apart, (one.get_text(), other.get_text())
-
-    def test_has_colours_that_the_colour_blind_tell_apart(self, draw, case):
-        for figure in draw(*CASES[case]).values():
             labelled = [line_ for axes in figure.axes for line_ in axes.lines if line_.get_label()[0] != "_"]
             colours = {to_hex(line_.get_color()) for line_ in labelled if line_.get_label() != "skipped step"}
             assert colours <= OKABE_ITO
