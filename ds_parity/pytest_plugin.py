@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from ds_parity.parity.verification.verify import Outcome, Verification
 
 _UPDATE = "--ds-parity-update"
-_OPTIONS = {"against", "max_tokens", "model", "ranks", "rollouts", "seed", "timeout", "tokenizer", "train", "windows"}
+_OPTIONS = {
+    *("against", "bare", "max_tokens", "model", "ranks", "rollouts", "seed", "timeout", "tokenizer", "train", "windows")
+}
+# Of a scenario, what the harness sets itself.
+_SET = {"name", "shape"}
+
+
+class ProvesLittleWarning(UserWarning):
+    """Steps are equal, and would be so too if something were wrong: training hardly moved the weights, for example."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,9 +47,9 @@ def ds_parity_verify(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
     """Return a function that trains with the reference engines and with ds_parity's, and fails where they differ.
 
     Its arguments are those of `ds-parity verify`: `config` (a path, or a dict), and by name `ranks`, `windows`, `seed`,
-    `model`, `rollouts`, `tokenizer`, `max_tokens`, `train`, `against` (a name, or several), `timeout`; and `golden`, a
-    trace to compare the steps with. Paths are relative to the test's folder. It returns what was compared, and warns
-    where equal steps prove little.
+    `model`, `rollouts`, `tokenizer`, `max_tokens`, `train`, `against` (a name, or several), `bare`, `timeout`; and
+    `golden`, a trace to compare the steps with. Paths are relative to the test's folder. It returns what was compared,
+    and warns (`ProvesLittleWarning`) where equal steps prove little.
     """
 
     def verify(
@@ -84,18 +92,17 @@ def _run(
     if golden:
         _compare_with_golden(verified.outcomes[-1], here / golden, update=update)
     if any(outcome.comparison.proves_little for outcome in verified.outcomes):
-        warnings.warn(verified.sentence, stacklevel=3)  # where the test calls it
+        warnings.warn(verified.sentence, ProvesLittleWarning, stacklevel=3)  # where the test calls it
     return verified
 
 
 def _beside(here: Path, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options with paths relative to a test's folder, and one name of a reference as several."""
-    options = dict(given)
+    options = {name: value for name, value in given.items() if value is not None}
     for name in ("rollouts", "tokenizer"):
         if options.get(name):
             options[name] = str(here / options[name])
-    model = options.get("model", "")
-    if model.startswith("hf:"):
+    if isinstance(model := options.get("model"), str) and model.startswith("hf:"):
         options["model"] = f"hf:{here / model.removeprefix('hf:')}"
     if isinstance(options.get("against"), str):
         options["against"] = (options["against"],)
@@ -109,7 +116,7 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
     from ds_parity.errors import ConfigError
     from ds_parity.parity.running.scenario import Scenario
 
-    known = _OPTIONS | {field.name for field in fields(Scenario)}
+    known = _OPTIONS | {field.name for field in fields(Scenario)} - _SET
     for name in options:
         if name not in known:
             near = nearest(name, known)

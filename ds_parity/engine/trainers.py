@@ -206,9 +206,8 @@ def _shifts(trainer: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if type(model).__module__.startswith(
-        "peft."
-    ):  # beside prompt learning the Trainer looks one further than it should
+    # Beside prompt learning the Trainer looks one further than it should. It may be a class of the caller's.
+    if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):
         model = getattr(model.base_model, "model", model.base_model)
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 

@@ -146,17 +146,21 @@ class TestLabels:
         divided = divided_by(trainer, {"labels": LABELS}, None, "token")
         assert (divided.tokens, divided.by) == (tokens, tokens * 3)
 
+    @pytest.mark.parametrize("own", [False, True])
     @pytest.mark.parametrize(("method", "tokens"), [("LoraConfig", 3), ("PrefixTuningConfig", 5)])
-    def test_the_smoother_looks_one_further_than_prompt_learning_wraps(self, method, tokens):
+    def test_the_smoother_looks_one_further_than_prompt_learning_wraps(self, method, tokens, own):
         """It asks `base_model.model`, which is the model of LoRA, and a part of the model beside prefix tuning."""
         peft = pytest.importorskip("peft", reason="the extra peft is not installed")
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes))
         extra = {"num_virtual_tokens": 2} if method == "PrefixTuningConfig" else {"target_modules": ["q_proj"]}
+        adapted = peft.get_peft_model(model, getattr(peft, method)(task_type="CAUSAL_LM", **extra))
+        if own:
+            adapted.__class__ = type("Mine", (type(adapted),), {"__module__": __name__})
         trainer = labelled(
             label_smoother=object(),
             model_accepts_loss_kwargs=False,
-            model=peft.get_peft_model(model, getattr(peft, method)(task_type="CAUSAL_LM", **extra)),
+            model=adapted,
             accelerator=SimpleNamespace(num_processes=2, unwrap_model=lambda it: it),
         )
         assert divided_by(trainer, {"labels": LABELS}, None, "token").tokens == tokens

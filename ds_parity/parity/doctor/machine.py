@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from ds_parity.parity.running.holders import holders
 SHARED_MEMORY = Path("/dev/shm")
 # DeepSpeed's CPU collectives take this much for each rank (ops/csrc/cpu/comm/shm.cpp, 0.19.8).
 _OF_A_RANK = 66_000_000
+_SECONDS = 10  # for a compiler to say its version
 _INSTALL = "install g++ (apt install g++, or conda install -c conda-forge gxx), or name a compiler in CXX"
 
 
@@ -48,14 +50,26 @@ def compilers(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def _does_not_run(command: list[str]) -> str | None:
     """Return why a compiler can't say its version, which torch asks it for (torch/utils/cpp_extension.py)."""
+    # The user's own environment: a compiler may need more of it than PATH. Alone, so that what it starts ends with it.
     try:
-        # The user's own environment: a compiler may need more of it than PATH.
-        ended = subprocess.run([*command, "-dumpversion"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        process = subprocess.Popen(
+            [*command, "-dumpversion"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
         return str(error)
-    if ended.returncode == 0:
+    try:
+        _, said = process.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"it did not end within {_SECONDS} s"
+    if process.returncode == 0:
         return None
-    return f"it ended with {ended.returncode}: {ended.stderr.strip() or 'it said nothing'}"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return f"it ended with {process.returncode}: {lines[-1][:200] if lines else 'it said nothing'}"
 
 
 def cache(environment: Mapping[str, str]) -> Iterator[Finding]:
