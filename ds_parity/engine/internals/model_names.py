@@ -11,7 +11,7 @@ import torch
 # (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, ActivationWrapper, 2.13.0).
 _WRAPPER: Final = "_checkpoint_wrapped_module."
 
-_OWN_STATE: Final = "_extra_state"
+_OWN_STATE: Final = "._extra_state"
 
 
 def name_of_state(name: str) -> str:
@@ -28,7 +28,7 @@ def is_own_state(name: str) -> bool:
 
     torch's `Module.get_extra_state` gives it, and no parameter is called so: one may end so (`my_extra_state`).
     """
-    return name.rpartition(".")[2] == _OWN_STATE
+    return f".{name}".endswith(_OWN_STATE)
 
 
 def in_names_of(own: Iterable[str], saved: Mapping[str, Any]) -> dict[str, Any]:
