@@ -245,6 +245,7 @@ _FLOORS: tuple[tuple[Room, ...], ...] = (
         ("collation.py", "rollouts", "to tensors", ()),
         ("losses.py", "losses", "for a policy", ()),
     ),
+    (("token_losses.py", "what losses are made of", "", ()),),
     (("sketches.py", "all weights of a model in a few numbers", "", ()),),
     (("all_weights.py", "every weight, whatever ZeRO stage has it", "", ()),),
     (
@@ -258,7 +259,7 @@ _FLOORS: tuple[tuple[Room, ...], ...] = (
 )
 """Rooms by floor: name, two lines of what it is for, and the hops that happen there."""
 _SHARES = {"engine": 1.75, "collation.py": 1.12}
-_HEIGHTS = (58, 76, 96, 58, 58, 96, 58, 58)
+_HEIGHTS = (58, 76, 96, 58, 58, 58, 96, 58, 58)
 _GAP = 22
 
 
@@ -269,7 +270,7 @@ def _architecture(sheet: Sheet) -> str:
     )
     top = 70.0
     for at, (rooms, height) in enumerate(zip(_FLOORS, _HEIGHTS, strict=True)):
-        _floor(sheet, top, height, rooms, light=at >= 5)
+        _floor(sheet, top, height, rooms, light=at >= 6)
         top += height
         if at < len(_FLOORS) - 1:
             sheet.line((_WIDTH / 2, top + 2), (_WIDTH / 2, top + _GAP - 2), arrow=True)

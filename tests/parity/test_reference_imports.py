@@ -15,7 +15,7 @@ SUBJECTS = "ds_parity.parity.subjects"
 JUDGES = (f"{SUBJECTS}.references", f"{SUBJECTS}.controls", f"{SUBJECTS}.oracle")
 
 # Data types and what makes data: settings, values, rollouts, micro-batches, traces, the losses that users call.
-DATA = ("config", "values", "planning", "trace", "collation", "losses", "errors")
+DATA = ("config", "values", "planning", "trace", "collation", "losses", "token_losses", "errors")
 # What starts ranks and hands a scenario to any subject; and sequence parallelism, DeepSpeed's own on both sides.
 HARNESS = ("parity.running", "parity.data", "parity.subjects.ulysses")
 ALLOWED = (*JUDGES, *(f"ds_parity.{room}" for room in (*DATA, *HARNESS)))

@@ -122,8 +122,10 @@ class FirstStep:
         for a, b in self.view.pairs[self.view.first + 1 :]:
             it = (a.hypotheses or {}).get(name)
             norm = a.grad_norm if it is None else it.grad_norm  # one that makes no difference is not recorded
-            if a.hypotheses is not None and norm and a.grad_norm and b.grad_norm and np.isfinite(b.grad_norm):
-                found.append((float(np.log(b.grad_norm / norm)), float(np.log(b.grad_norm / a.grad_norm))))
+            if a.hypotheses is not None and norm and a.grad_norm and b.grad_norm:
+                of_fault, of_right = b.grad_norm / norm, b.grad_norm / a.grad_norm
+                if 0 < of_fault < np.inf and 0 < of_right < np.inf:  # a norm may be anything in another trainer's log
+                    found.append((float(np.log(of_fault)), float(np.log(of_right))))
         return found
 
     def _fits(self, name: str, it: Hypothesis) -> bool:
