@@ -12,6 +12,7 @@ from ds_parity.engine.internals.schedule import RolloutSchedule, failing_loudly
 from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.record.finished import Finished
 from ds_parity.engine.record.metrics import Meter, Sums
+from ds_parity.engine.record.skips import Skips
 from ds_parity.window import Ledger
 
 _LOG = logging.getLogger("ds_parity")
@@ -43,6 +44,7 @@ class Boundary:
         self._adapter = adapter
         self._corrects_every_step = adapter.corrects_every_step
         self._by_rollout = by_rollout
+        self._skips = Skips()
         self._scheduled: RolloutSchedule | None = None
         self.schedule()  # from the start on, the engine has the scheduler that moves by rollouts
 
@@ -110,6 +112,8 @@ class Boundary:
         self.mark(False)
         if applied := engine.was_step_applied():
             self._adapter.moved.count(self._adapter.groups())
+        scaled = self._adapter.loss_scale() is not None or self._adapter.grad_scaler() is not None
+        self._skips.note(window.index, applied=applied, scaled=scaled)
         self._settle(lr, sums, applied=applied)
         if schedule is not None and engine.lr_scheduler is None:
             schedule.advance_to(self._ledger.progress)  # the loop steps it, when it likes

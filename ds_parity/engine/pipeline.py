@@ -50,6 +50,7 @@ from ds_parity.engine.ranks.agreement import in_short, naming_lost_ranks
 from ds_parity.engine.ranks.hostgroups import everybody
 from ds_parity.engine.ranks.hostsum import HostSum
 from ds_parity.engine.ranks.wire import ANYWHERE, LOADS, SAVED, SAVES, Place
+from ds_parity.engine.record.skips import Skips
 from ds_parity.engine.saving import Saving
 from ds_parity.engine.writers import Writer
 from ds_parity.errors import CheckpointError, ConfigError, RankDesyncError, WindowError
@@ -107,6 +108,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_last: StepRecord | None = None
         self._self_stand_in: MicroBatch | None = None
         self._self_empty = 0
+        self._self_skips = Skips()
         self._self_half_loaded: str | None = None  # the folder of a load that has raised behind its beginning
         # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
         engine.dynamic_shape = True
@@ -148,6 +150,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         if total:
             loss = self._trained(batches, columns[self._own_column], total, samples)
             applied = bool(self.was_step_applied())
+            self._self_skips.note(step - 1, applied=applied, scaled=False)
             norm = self.get_global_grad_norm() if applied else None
         else:
             self._self_empty += 1

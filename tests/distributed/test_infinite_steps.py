@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ds_parity
 from ds_parity.parity.running import weights
 from ds_parity.parity.running.half_precision import forget_autocast, fp16_allowed
-from tests.distributed.engines import from_all
+from tests.distributed.cells import config
+from tests.distributed.engines import build, from_all, listen
 from tests.distributed.infinite import assert_all_skip, three_steps
 from tests.distributed.sets import at_length_on_two_ranks
 
@@ -66,3 +68,43 @@ def _three(engine):
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_infinite_gradient_is_skipped_once(two_ranks_at_length, stage, kind):
     assert_all_skip(two_ranks_at_length.of(infinite_once)[f"{stage} {kind}"])
+
+
+# By stage and precision: the numbers of the windows of which a warning is given. Number 5 alone is finite.
+TOLD = {
+    (0, "fp32"): [0, 1, 3, 6, 7, 9, 13],
+    (1, "bf16"): [0, 1, 3, 6, 7, 9, 13],
+    (3, "bf16"): [0, 1, 3, 6, 7, 9, 13],
+    (1, "fp16"): [13],
+}
+
+
+@at_length_on_two_ranks
+def skips_in_a_row(folder):
+    """By cell of TOLD: how the warnings of each rank begin, behind windows in which one rank's loss is NaN."""
+    results = {}
+    with fp16_allowed():
+        for stage, precision in TOLD:
+            half = {} if precision == "fp32" else {precision: {"enabled": True}}
+            engine = build(config(stage, "fp32", 2) | half)
+            text, end = listen()
+            for number in range(14):
+                wrong = dist.get_rank() and number != 5
+                x = torch.ones(3, 4, dtype=next(engine.module.parameters()).dtype, device=engine.device)
+                loss = engine(x).float().pow(2).mean()
+                engine.backward(loss * (float("nan") if wrong else 1.0), rollouts=1)
+                engine.step()
+            end()
+            lines = [line for line in text.getvalue().splitlines() if "gradient is not finite" in line]
+            results[f"{stage} {precision}"] = from_all(
+                [[line.partition(":")[0] for line in lines], engine.skipped_steps]
+            )
+    return results
+
+
+@pytest.mark.parametrize(("stage", "precision"), TOLD)
+def test_steps_that_are_skipped_are_told(two_ranks_at_length, stage, precision):
+    """The first in a row, the second, the fourth, and so on; where the loss scale falls, the eighth."""
+    for told, skipped in two_ranks_at_length.of(skips_in_a_row)[f"{stage} {precision}"]:
+        assert told == [f"window {number}" for number in TOLD[stage, precision]]
+        assert skipped == 13

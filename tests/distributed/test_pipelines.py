@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _world
 import ds_parity
 from ds_parity.engine.ranks import hostgroups
 from ds_parity.parity.data.rollouts import VOCAB, load_rollouts, shorten
-from tests.distributed.engines import from_all, refusal
+from tests.distributed.engines import from_all, listen, refusal
 from tests.distributed.sets import on_four_ranks
 from tests.pages import blocks
 
@@ -270,7 +270,10 @@ def nothing_that_is_not_finite(folder):
         before = [one.detach().clone() for one in engine.module.parameters()]
         empty = engine.train_window([of_nothing(engine)])
         kept = all(bool((one == other).all()) for one, other in zip(before, engine.module.parameters(), strict=True))
+        text, end = listen()
         lost = engine.train_window([dataclasses.replace(of_nothing(engine), rollouts=1, tokens=1)])
+        end()
+        kept = kept and "window 4: its gradient is not finite" in text.getvalue()
         kept = kept and all(bool(one.isfinite().all()) for one in engine.module.parameters()) and lost.skipped
         found[stage] = from_all([off, empty.skipped, empty.loss, kept, record.loss])
     return found
