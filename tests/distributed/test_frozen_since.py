@@ -239,6 +239,84 @@ def test_masters_are_made_of_weights_where_a_frozen_layer_is_not_in_the_file(two
     assert two_ranks_at_length.of(masters_of_the_weights)[f"{stage} {case}"] == [0.25]
 
 
+class _Keeping(torch.nn.Module):
+    """A layer that keeps what it is given of a state, and doubles a buffer of a state before version 2."""
+
+    _version = 2
+
+    def __init__(self, number):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.full((20000,), 1.0 + number), requires_grad=False)
+        self.register_buffer("scale", torch.full((2,), 1.0 + number))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *more):
+        if (metadata.get("version") or 1) < 2:
+            state[f"{prefix}scale"] = 2 * state[f"{prefix}scale"]
+        given = state.get(f"{prefix}table")
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+        if given is not None and given.numel() == 20000:
+            self.given = given
+
+    def forward(self, x):
+        return x * self.scale[0] + self.table[0]
+
+
+class _Silent(_Keeping):
+    """The same, whose own state is None, which a conversion takes on ZeRO 3 alone (DeepSpeed 0.19.8)."""
+
+    told = None
+
+    def get_extra_state(self):
+        return None
+
+    def set_extra_state(self, state):
+        self.told = state is None
+
+
+def _keeping(stage, number, **more):
+    model, kind = _Model("ab", "", number), _Silent if stage == 3 else _Keeping
+    # Where only one side is wrapped torch finds no version; ds_parity does, where it makes the state.
+    model.keeping = checkpoint_wrapper(kind(number)) if number and stage == 3 else kind(number)
+    given = [one for one in model.parameters() if one.requires_grad]
+    keys = {**config(stage, "fp32", 2, "AdamW"), **more}
+    return ds_parity.initialize(model=model, model_parameters=given, config=keys)[0]
+
+
+@at_length_on_two_ranks
+def kept_by_modules(folder):
+    """By stage and way: how a load ends, and what a layer has of it once the files are written anew."""
+    results = {}
+    for stage in STAGES[1:]:
+        for way in ("alone", "universal"):
+            path = f"{folder}/{stage}-{way}"
+            engine = _keeping(stage, 0)
+            _step(engine)
+            engine.save_checkpoint(path)
+            engine.destroy()
+            if way == "universal":
+                ended = converted(path, 1)
+                assert ended in (None, "nothing was raised"), ended
+            engine = _keeping(stage, 1, checkpoint={"load_universal": way == "universal"})
+            how, tag = (ALONE, "global_step1") if way == "alone" else ({}, "universal")
+            said = from_all(refusal(lambda: engine.load_checkpoint(path, tag=tag, **how)))  # noqa: B023
+            engine.save_checkpoint(path, tag=tag)
+            layer = getattr(engine.module.keeping, "_checkpoint_wrapped_module", engine.module.keeping)
+            kept = sorted(set(layer.given.tolist())) if hasattr(layer, "given") else None
+            results[f"{stage} {way}"] = [said, layer.scale.tolist(), getattr(layer, "told", None), kept]
+            engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("way", ["alone", "universal"])
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_a_module_is_told_the_version_of_its_state_and_may_keep_it(two_ranks_at_length, stage, way):
+    said, scale, told, kept = two_ranks_at_length.of(kept_by_modules)[f"{stage} {way}"]
+    assert said == ["nothing was raised"] * 2
+    assert scale == [1.0, 1.0]
+    assert told is (True if stage == 3 else None)
+    assert kept == [1.0]
+
+
 @pytest.mark.parametrize("way", ["alone", "universal"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_may_be_called_as_extra_state_and_a_module_keep_that(two_ranks_at_length, stage, way):

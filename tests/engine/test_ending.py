@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAIRS = 8
+PAIRS = 16
 # The forked ones return as a script does, so that Python comes to its whole end in each. Until Python asks for its lock
 # back as late as is set here, gloo's threads get it before the process has come to its end.
 ENDS = f"""
@@ -56,8 +56,8 @@ def test_a_rank_that_ends_behind_a_meeting_ends_well(tmp_path):
 @pytest.mark.ranks
 @pytest.mark.timeout(170)
 def test_without_the_rest_torch_ends_some_of_them(tmp_path):
-    # About 3 in 16 end so.
-    assert any(-6 in codes(tmp_path, "bare") for _ in range(6)), (
+    # About 6 in 32 end so, and fewer where other processes run.
+    assert any(-6 in codes(tmp_path, "bare") for _ in range(4)), (
         "torch no longer needs engine.ranks.ending: leave it out"
     )
 

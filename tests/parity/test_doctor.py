@@ -52,6 +52,12 @@ class TestCompilers:
         assert why in found.said
         assert "install g++" in found.way_out
 
+    @pytest.mark.timeout(20)
+    def test_one_that_starts_a_server_is_not_waited_for(self, tmp_path):
+        (tmp_path / "c++").write_text("#!/bin/sh\nsleep 30 &\n")
+        (tmp_path / "c++").chmod(0o755)
+        assert named(machine.compilers({"PATH": str(tmp_path)}))["compiler"].state is State.FINE
+
     def test_one_that_is_there(self, tmp_path):
         for name in ("c++", "ninja"):
             (tmp_path / name).write_text("#!/bin/sh\n")

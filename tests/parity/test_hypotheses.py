@@ -400,6 +400,7 @@ def _all_of_two(wanted):
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf"), -float("inf"), 1e154, 1e308, -1.0, 0.0])
 @pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_norm_that_no_step_has_is_no_part_of_a_fault(reference, even, norm, at):
     """A part of a fault is a root of a polynomial, and numpy raises for one whose numbers are not finite."""
     steps = list(even.steps)

@@ -75,6 +75,7 @@ def test_files_are_looked_for_beside_the_test(project, pytester, given, told):
         ("colour=2", "E *ConfigError: ds_parity_verify() has no argument 'colour'; choose from against, bare, *"),
         ('name="own"', "E *ConfigError: ds_parity_verify() has no argument 'name'; choose from against, bare, *"),
         ("bare=True, model=None, windows=0", "E *ConfigError: *windows*"),
+        ('bare=True, against="deepspeed"', "E *ConfigError: bare DeepSpeed is judged against torch alone: *"),
         ('against="torhc"', "E *ConfigError: --against is 'torhc': it must be one of *"),
         ("windows=0", "E *ConfigError: *"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from inspect import getmro
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime import engine as of_deepspeed
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
-from ds_parity.engine.internals.model_names import is_own_state, name_of_state, names_of_one
+from ds_parity.engine.internals.model_names import is_own_state, name_of_state, names_of_one, with_versions
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine, Parameter
 
@@ -88,26 +87,27 @@ def has_experts(engine: Engine) -> bool:
     return engine.has_moe_layers
 
 
-def read(file: Path) -> dict[str, Any]:
-    """Return what is in a file of a checkpoint; its tensors stay there, and are gone where the file is written again.
+def read(file: Path, *, kept: bool = False) -> dict[str, Any]:
+    """Return what is in a file of a checkpoint.
 
-    What is kept must be copied, therefore: a process that uses a tensor of a file that was cut ends by SIGBUS.
+    Args:
+        file: that is read.
+        kept: it is given to the model's modules, or to a function of the caller's, which may keep what they get. Else
+            tensors stay in the file until they are used, and are gone where it is written again: a process that uses
+            one then ends by SIGBUS.
     """
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=not kept)
     return state
 
 
 def beside_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of a model's buffers, and of what its modules save of their own, by their names in its state.
-
-    A module may keep what it is given (torch's Module.set_extra_state).
+    """Return the buffers of a model, and what its modules save of their own, by their names in its state.
 
     Args:
         saved: what is in its file.
     """
     buffers = set(map(name_of_state, saved.get("buffer_names") or ()))
-    own = {name: value for name, value in saved["module"].items() if name in buffers or is_own_state(name)}
-    return deepcopy(own)
+    return {name: value for name, value in saved["module"].items() if name in buffers or is_own_state(name)}
 
 
 @contextmanager
@@ -337,10 +337,10 @@ def _with_state_of_rank(engine: Engine, folder: str, tag: str, weights: Mapping[
     (utils/zero_to_fp32.py, 0.19.8).
     """
     file = Path(engine._get_ckpt_name(folder, tag))
-    own = beside_weights(read(file)) if file.is_file() else {}
-    found = {name_of_state(name): value for name, value in weights.items()} | own
+    saved = read(file, kept=True) if file.is_file() else {"module": {}}
+    found = {name_of_state(name): value for name, value in weights.items()} | beside_weights(saved)
     for names in names_of_one(engine.module):  # of a module that has several, one is collected
         known = next((name for name in names if name in found), None)
         if known is not None:
             found = {**dict.fromkeys(names, found[known]), **found}
-    return found
+    return with_versions(found, saved["module"], engine.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ import torch
 # (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, ActivationWrapper, 2.13.0).
 _WRAPPER: Final = "_checkpoint_wrapped_module."
 
+_VERSIONS: Final = "_metadata"  # torch's attribute of a state dict
 _OWN_STATE: Final = "._extra_state"
 
 
@@ -52,3 +54,28 @@ def names_of_one(module: torch.nn.Module) -> list[list[str]]:
     for name, one in module.named_parameters(remove_duplicate=False):
         found.setdefault(id(one), []).append(name_of_state(name))
     return [names for names in found.values() if len(names) > 1]
+
+
+def with_versions(
+    values: Mapping[str, Any], saved: Mapping[str, Any], module: torch.nn.Module
+) -> OrderedDict[str, Any]:
+    """Return a model's state with the versions of its modules, by which a module converts what an older one has saved.
+
+    Without them torch takes every module for one that is older than all versions (Module._version, 2.13.0).
+
+    Args:
+        values: by their names in the model's state.
+        saved: the state with which versions were saved; it may have none.
+        module: the model that loads.
+    """
+    state = OrderedDict(values)
+    versions = getattr(saved, _VERSIONS, None)
+    if versions is not None:
+        there = {_module_of_state(name): value for name, value in versions.items()}
+        own = ((name, _module_of_state(name)) for name, _ in module.named_modules(remove_duplicate=False))
+        setattr(state, _VERSIONS, OrderedDict((name, there[key]) for name, key in own if key in there))
+    return state
+
+
+def _module_of_state(name: str) -> str:
+    return name_of_state(f"{name}.").removesuffix(".")

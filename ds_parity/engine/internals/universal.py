@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,13 +11,14 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_parity.engine.internals.checkpoints import beside_weights, read, saved_in_parts
-from ds_parity.engine.internals.model_names import is_own_state, name_of_state
+from ds_parity.engine.internals.model_names import is_own_state, name_of_state, with_versions
 from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.engine.internals.unstepped import has_elements, lacks, of_none
 from ds_parity.errors import CheckpointError
 
 _WEIGHTS: Final = "fp32"
+_ABSENT: Final = object()  # what a module saves of its own may be None
 _MOMENTS: Final = {"exp_avg", "exp_avg_sq"}
 _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_(mp_rank_\d+_model_states\.pt)")
 
@@ -95,7 +95,9 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     wanted = [name for name in own if name not in parameters or id(parameters[name]) not in loaded]
     if not wanted:
         return
-    held = _held(wanted, {name_of_state(name): value for name, value in _saved(path).items()}, parameters)
+    first = read(Path(path), kept=True)
+    there = {name_of_state(name): value for name, value in _saved(first, path).items()}
+    held = _held(wanted, there, parameters)
     absent = [name for name in wanted if name not in held]
     nobodys = set(map(name_of_state, of_none(engine, stepped)))
     if strict and (lost := [name for name in absent if name in nobodys]):
@@ -107,13 +109,11 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
             "stepped: load it into the model that was saved, or give load_module_strict=False to keep what this "
             "engine has"
         )
-    # Weights are copied out of the file when they are loaded, and a module may keep what else it is given.
-    held = {name: value if name in parameters else deepcopy(value) for name, value in held.items()}
     _refuse_other_shapes(held, {name: one for name, one in own.items() if not is_own_state(name)} | parameters)
     partitioned = {id(one): one for name in held if hasattr(one := parameters.get(name), "ds_id")}
     with GatheredParameters(list(partitioned.values()), modifier_rank=0):
         # What a rank writes into a gathered parameter is the first one's anyway.
-        engine.module.load_state_dict(held, strict=False)
+        engine.module.load_state_dict(with_versions(held, first["module"], engine.module), strict=False)
 
 
 def refuse_left_over(engine: Engine, path: str) -> None:
@@ -139,8 +139,8 @@ def refuse_left_over(engine: Engine, path: str) -> None:
 def _held(wanted: Iterable[str], there: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
     """What a checkpoint has of the names that are wanted; of a tied parameter ZeRO 3 saves one of its names."""
     by_parameter = {id(parameters[name]): value for name, value in there.items() if name in parameters}
-    found = {name: there.get(name, by_parameter.get(id(parameters.get(name)))) for name in wanted}
-    return {name: value for name, value in found.items() if value is not None}
+    found = {name: there.get(name, by_parameter.get(id(parameters.get(name)), _ABSENT)) for name in wanted}
+    return {name: value for name, value in found.items() if value is not _ABSENT}
 
 
 def _refuse_other_shapes(held: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -155,10 +155,9 @@ def _refuse_other_shapes(held: Mapping[str, Any], own: Mapping[str, Any]) -> Non
             )
 
 
-def _saved(path: str) -> dict[str, Any]:
+def _saved(first: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The model's state in its file, or files: whole tensors by name; of ZeRO 3 frozen weights and buffers alone."""
     file = Path(path)
-    first = read(file)
     found: dict[str, Any] = dict(first["module"])
     of_rank = _OF_RANK.fullmatch(file.name)
     if of_rank is None:

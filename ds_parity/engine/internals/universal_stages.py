@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 
 from ds_parity.engine.internals.checkpoints import read
+from ds_parity.engine.internals.model_names import with_versions
 from ds_parity.engine.internals.stages import modules_of, shared_by_stages
 
 TIED: Final = "tied"
@@ -137,10 +137,9 @@ def load_layers(model: Any, folder: Path, stepped: Iterable[Any]) -> None:
     """
     for file, layer, names in _untrained(model, folder, {id(one) for one in stepped}):
         if file.is_file():
-            saved = read(file)
-            # A layer may keep what it is given (set_extra_state).
-            own = deepcopy({name: saved[name] for name in names if name in saved})
-            layer.load_state_dict(own, strict=False)
+            saved = read(file, kept=True)
+            own = {name: saved[name] for name in names if name in saved}
+            layer.load_state_dict(with_versions(own, saved, layer), strict=False)
 
 
 def share_tied_weights(model: Any) -> None:

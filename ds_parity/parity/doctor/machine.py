@@ -50,26 +50,26 @@ def compilers(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def _does_not_run(command: list[str]) -> str | None:
     """Return why a compiler can't say its version, which torch asks it for (torch/utils/cpp_extension.py)."""
-    # The user's own environment: a compiler may need more of it than PATH. Alone, so that what it starts ends with it.
-    try:
-        process = subprocess.Popen(
-            [*command, "-dumpversion"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        return str(error)
-    try:
-        _, said = process.communicate(timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return f"it did not end within {_SECONDS} s"
-    if process.returncode == 0:
-        return None
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return f"it ended with {process.returncode}: {lines[-1][:200] if lines else 'it said nothing'}"
+    # The user's own environment: a compiler may need more of it than PATH. In a session of its own, so that what it
+    # starts ends with it, and not into a pipe, which a server of its may keep open.
+    with tempfile.TemporaryFile() as said:
+        try:
+            process = subprocess.Popen(
+                [*command, "-dumpversion"],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return str(error)
+        try:
+            code = process.wait(_SECONDS)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"it did not end within {_SECONDS} s"
+        said.seek(0)
+        lines = [line.strip() for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+    return None if code == 0 else f"it ended with {code}: {lines[-1][:200] if lines else 'it said nothing'}"
 
 
 def cache(environment: Mapping[str, str]) -> Iterator[Finding]:

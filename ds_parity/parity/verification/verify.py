@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_parity.errors import ConfigError
 from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import NOTHING, Diagnosis, diagnose
 from ds_parity.parity.running.functions import refuse_unknown
@@ -153,6 +154,8 @@ def verify(
         HarnessError: a rank failed, such as over a model that can't be compared, or time ran out, or another process
             verifies in `folder`.
     """
+    if bare and tuple(options.pop("against", ()) or ("torch",)) != ("torch",):
+        raise ConfigError("bare DeepSpeed is judged against torch alone: leave against (--against) out")
     runs, left_out = (of_bare if bare else scenarios)(config, ranks, **options)
     scenario = runs[-1][0]
     refuse_unknown_model(scenario.model, import_from)
