@@ -402,10 +402,10 @@ class TestCompareForeign:
 class TestVerify:
     @pytest.mark.slow
     def test_says_pass_exits_0_and_leaves_both_traces(self, tmp_path):
-        """With the user's own model and rollouts."""
+        """With the user's own model and rollouts, whose rewards have no end in binary."""
         (tmp_path / "mine.py").write_text("from ds_parity.parity.data.model import build_tiny as build\n")
         lines = [
-            {"prompt": f"{n} + {n} = ", "completion": f"{2 * n + k} " + "because " * 12, "reward": float(k == 0)}
+            {"prompt": f"{n} + {n} = ", "completion": f"{2 * n + k} " + "because " * 12, "reward": 0.1 + 0.3 * k}
             for n in range(20)
             for k in range(3)
         ]

@@ -290,7 +290,8 @@ class ParityEngine(wrapt.ObjectProxy[Any]):
         """Ask all ranks to stop at the next boundary; from any rank, and from a signal handler.
 
         The request travels with the counts of the next pass. `passes` ends at the boundary after it on every rank
-        alike, between windows, and hands nothing more out. Other loops look at `stopping`.
+        alike, between windows, and hands nothing more out. Where all data end before that, the window stays open, and
+        `finish()` settles it. Other loops look at `stopping`.
 
         It is for good: a later `passes()` of this engine yields nothing. To go on, save a checkpoint and load it into a
         new engine; where training is to go on in this one, end the stream of every rank instead.

@@ -112,6 +112,10 @@ def a_tuple(seed):
     return Around(seed, lambda logits: (logits, logits))
 
 
+def frozen(seed):
+    return build_tiny(seed).requires_grad_(False)
+
+
 def raising(seed):
     def change(logits):
         raise RuntimeError("needs attention_mask")
@@ -140,6 +144,7 @@ MODELS = {
     no_logits: "must be logits (rows, tokens, token ids)",
     a_tuple: "it returns a tuple, must be logits",
     raising: "raises RuntimeError: needs attention_mask",
+    frozen: "it has no parameter that is trained (requires_grad)",
 }
 # What a training function may take.
 ITS_OWN = (few_positions, no_logits, a_tuple, raising)

@@ -78,4 +78,4 @@ def with_versions(
 
 
 def _module_of_state(name: str) -> str:
-    return name_of_state(f"{name}.").removesuffix(".")
+    return name_of_state(f"{name}.")[:-1]

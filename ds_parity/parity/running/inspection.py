@@ -95,6 +95,8 @@ def _look(scenario: Scenario) -> _Seen:
     model = build_policy(scenario.model, scenario.seed, scenario.tokenizer)
     if _needs_an_engine(model):
         return _Seen("", None, "")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return _Seen("", None, "it has no parameter that is trained (requires_grad), so an engine has nothing to step")
     checksum = _checksum(model)
     if _checksum(build_policy(scenario.model, scenario.seed, scenario.tokenizer)) != checksum:
         wrong = "two calls with one seed return other weights: call torch.manual_seed(seed) before it draws them"

@@ -146,9 +146,8 @@ def _divided(loss: Any, batch: MicroBatch, window: PlannedWindow) -> Any:
 
 
 def _measure(engine: Any, batch: MicroBatch) -> None:
-    engine.record(
-        "reward", torch.tensor([rollout.reward for unit in batch.held for rollout in unit.sequences], device="cpu")
-    )
+    rewards = [rollout.reward for unit in batch.held for rollout in unit.sequences]
+    engine.record("reward", torch.tensor(rewards, dtype=torch.float32, device="cpu"))
 
 
 def _note(engine: Any, record: Record) -> bool:

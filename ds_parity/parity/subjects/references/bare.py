@@ -42,7 +42,9 @@ def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = Non
 
 def metrics_of(batches: Sequence[MicroBatch]) -> dict[str, float]:
     """Return the metrics that every engine of a scenario records: `reward`, the mean over rollouts."""
-    rewards = [rollout.reward for batch in batches for unit in batch.held for rollout in unit.sequences]
+    held = [rollout.reward for batch in batches for unit in batch.held for rollout in unit.sequences]
+    # In fp32, as the engine under test is given them: sums of those are exact in fp64, in whichever order.
+    rewards = torch.tensor(held, dtype=torch.float32, device="cpu").tolist()
     return {"reward": math.fsum(rewards) / len(rewards)} if rewards else {}
 
 
