@@ -405,9 +405,13 @@ class TestVerify:
         """With the user's own model and rollouts, whose rewards have no end in binary."""
         (tmp_path / "mine.py").write_text("from ds_parity.parity.data.model import build_tiny as build\n")
         lines = [
-            {"prompt": f"{n} + {n} = ", "completion": f"{2 * n + k} " + "because " * 12, "reward": 0.1 + 0.3 * k}
+            {
+                "prompt": f"{n} + {n} = ",
+                "completion": f"{2 * n + k} " + "because " * 12,
+                "reward": (1e-8, 0.1, 1e3)[k] / (n + 3),
+            }
             for n in range(20)
-            for k in range(3)
+            for k, reward in enumerate((1e-8, 0.1, 1e3))
         ]
         (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         small = ["--windows", 2, "--model", "mine:build", "--rollouts", tmp_path / "mine.jsonl"]

@@ -147,7 +147,7 @@ MODELS = {
     frozen: "it has no parameter that is trained (requires_grad)",
 }
 # What a training function may take.
-ITS_OWN = (few_positions, no_logits, a_tuple, raising)
+ITS_OWN = (few_positions, no_logits, a_tuple, raising, frozen)
 
 
 def said_of(model, dtype="fp32", **values):

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 from ds_parity.parity.doctor.findings import Finding, State
 from ds_parity.parity.running.compiling import extensions_folder, locks
@@ -52,7 +53,7 @@ def _does_not_run(command: list[str]) -> str | None:
     """Return why a compiler can't say its version, which torch asks it for (torch/utils/cpp_extension.py)."""
     # The user's own environment: a compiler may need more of it than PATH. In a session of its own, so that what it
     # starts ends with it, and not into a pipe, which a server of its may keep open.
-    with tempfile.TemporaryFile() as said:
+    with _nowhere_or_a_file() as said:
         try:
             process = subprocess.Popen(
                 [*command, "-dumpversion"],
@@ -70,6 +71,14 @@ def _does_not_run(command: list[str]) -> str | None:
         said.seek(0)
         lines = [line.strip() for line in said.read().decode(errors="replace").splitlines() if line.strip()]
     return None if code == 0 else f"it ended with {code}: {lines[-1][:200] if lines else 'it said nothing'}"
+
+
+def _nowhere_or_a_file() -> IO[bytes]:
+    """Open a temporary file, or, where none can be made, as on a full disk, what reads as empty."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:
+        return Path(os.devnull).open("r+b")
 
 
 def cache(environment: Mapping[str, str]) -> Iterator[Finding]:

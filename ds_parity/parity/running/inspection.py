@@ -95,7 +95,9 @@ def _look(scenario: Scenario) -> _Seen:
     model = build_policy(scenario.model, scenario.seed, scenario.tokenizer)
     if _needs_an_engine(model):
         return _Seen("", None, "")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    # A function of the user's may free what it trains.
+    given = scenario.train or scenario.setup
+    if not given and not any(parameter.requires_grad for parameter in model.parameters()):
         return _Seen("", None, "it has no parameter that is trained (requires_grad), so an engine has nothing to step")
     checksum = _checksum(model)
     if _checksum(build_policy(scenario.model, scenario.seed, scenario.tokenizer)) != checksum:

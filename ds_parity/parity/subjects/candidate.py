@@ -147,7 +147,7 @@ def _divided(loss: Any, batch: MicroBatch, window: PlannedWindow) -> Any:
 
 def _measure(engine: Any, batch: MicroBatch) -> None:
     rewards = [rollout.reward for unit in batch.held for rollout in unit.sequences]
-    engine.record("reward", torch.tensor(rewards, dtype=torch.float32, device="cpu"))
+    engine.record("reward", torch.tensor(rewards, dtype=torch.float64, device="cpu"))
 
 
 def _note(engine: Any, record: Record) -> bool:

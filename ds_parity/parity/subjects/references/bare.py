@@ -42,9 +42,7 @@ def initialize(scenario: Scenario, gradient_accumulation_steps: int | None = Non
 
 def metrics_of(batches: Sequence[MicroBatch]) -> dict[str, float]:
     """Return the metrics that every engine of a scenario records: `reward`, the mean over rollouts."""
-    held = [rollout.reward for batch in batches for unit in batch.held for rollout in unit.sequences]
-    # In fp32, as the engine under test is given them: sums of those are exact in fp64, in whichever order.
-    rewards = torch.tensor(held, dtype=torch.float32, device="cpu").tolist()
+    rewards = [rollout.reward for batch in batches for unit in batch.held for rollout in unit.sequences]
     return {"reward": math.fsum(rewards) / len(rewards)} if rewards else {}
 
 
