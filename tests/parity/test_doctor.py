@@ -58,6 +58,16 @@ class TestCompilers:
         (tmp_path / "c++").chmod(0o755)
         assert named(machine.compilers({"PATH": str(tmp_path)}))["compiler"].state is State.FINE
 
+    def test_on_a_full_disk_it_is_asked_all_the_same(self, tmp_path, monkeypatch):
+        def full(*_, **__):
+            raise FileNotFoundError("No usable temporary directory found")
+
+        monkeypatch.setattr(machine.tempfile, "TemporaryFile", full)
+        for code, state in ((0, State.FINE), (3, State.BITES)):
+            (tmp_path / "c++").write_text(f"#!/bin/sh\necho no >&2\nexit {code}\n")
+            (tmp_path / "c++").chmod(0o755)
+            assert named(machine.compilers({"PATH": str(tmp_path)}))["compiler"].state is state
+
     def test_one_that_is_there(self, tmp_path):
         for name in ("c++", "ninja"):
             (tmp_path / name).write_text("#!/bin/sh\n")
