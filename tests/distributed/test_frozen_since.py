@@ -128,8 +128,8 @@ def _fills(src, dst):
             one.fill_(0.5)
 
 
-# What is frozen behind the load, its layers, and whether the checkpoint leaves out what was frozen.
-ABSENT = (("the same", "zab", False), ("a new one", "znab", False), ("none", "zab", True))
+# By what is frozen: layers behind the load, and whether the checkpoint leaves out what was frozen.
+ABSENT = {"the same": ("zab", False), "a new one": ("znab", False), "none": ("zab", True)}
 
 
 @at_length_on_two_ranks
@@ -137,11 +137,7 @@ def masters_of_the_weights(folder):
     """By stage and what is frozen: a weight that was edited in the file, of which masters are made."""
     results = {}
     for stage in STAGES[1:3]:
-        for case, layers, leaves_out in (
-            ("the same", "zab", False),
-            ("a new one", "znab", False),
-            ("none", "zab", True),
-        ):
+        for case, (layers, leaves_out) in ABSENT.items():
             path = f"{folder}/{stage}-{case}"
             engine = _engine(stage, "zab", "z", "ab", 0)
             _step(engine)
@@ -185,28 +181,38 @@ def _around(stage, number, **more):
     return ds_parity.initialize(model=model, config={**config(stage, "fp32", 2, "AdamW"), **more})[0]
 
 
+WAYS_BACK = ("alone", "universal")
+
+
+def _saved_and_loaded(built, path, stage, way):
+    """A new engine that has loaded what one has saved, and written it anew; how the load ended, weights before, behind.
+
+    The files are cut before they are written: what a module has kept may not lie in them.
+    """
+    engine = built(stage, 0)
+    _step(engine)
+    engine.save_checkpoint(path)
+    saved = _weights(engine)
+    engine.destroy()
+    if way == "universal":
+        ended = converted(path, 1)
+        assert ended in (None, "nothing was raised"), ended
+    engine = built(stage, 1, checkpoint={"load_universal": way == "universal"})
+    how, tag = (ALONE, "global_step1") if way == "alone" else ({}, "universal")
+    said = from_all(refusal(lambda: engine.load_checkpoint(path, tag=tag, **how)))
+    behind = _weights(engine)
+    engine.save_checkpoint(path, tag=tag)
+    return engine, said, saved, behind
+
+
 @at_length_on_two_ranks
 def odd_names(folder):
     """By stage and way: how a load ends, weights before the save and behind the load, and what the module has kept."""
     results = {}
     for stage in STAGES:
-        for way in ("alone", "universal") if stage else ("alone",):
-            path = f"{folder}/{stage}-{way}"
-            engine = _around(stage, 0)
-            _step(engine)
-            engine.save_checkpoint(path)
-            saved = _weights(engine)
-            engine.destroy()
-            if way == "universal":
-                ended = converted(path, 1)
-                assert ended in (None, "nothing was raised"), ended
-            engine = _around(stage, 1, checkpoint={"load_universal": way == "universal"})
-            how, tag = (ALONE, "global_step1") if way == "alone" else ({}, "universal")
-            said = from_all(refusal(lambda: engine.load_checkpoint(path, tag=tag, **how)))  # noqa: B023
-            behind = _weights(engine)
-            # The files are written anew, and cut before that: what was kept may not lie in them.
-            engine.save_checkpoint(path, tag=tag)
-            results[f"{stage} {way}"] = [said, saved, behind, sorted(set(engine.module.largest.tolist()))]
+        for way in WAYS_BACK if stage else ("alone",):
+            engine, *found = _saved_and_loaded(_around, f"{folder}/{stage}-{way}", stage, way)
+            results[f"{stage} {way}"] = [*found, sorted(set(engine.module.largest.tolist()))]
             engine.destroy()
     return results
 
@@ -233,7 +239,7 @@ def by_a_function(folder):
     return results
 
 
-@pytest.mark.parametrize("case", ["the same", "a new one", "none"])
+@pytest.mark.parametrize("case", ABSENT)
 @pytest.mark.parametrize("stage", STAGES[1:3])
 def test_masters_are_made_of_weights_where_a_frozen_layer_is_not_in_the_file(two_ranks_at_length, stage, case):
     assert two_ranks_at_length.of(masters_of_the_weights)[f"{stage} {case}"] == [0.25]
@@ -287,19 +293,8 @@ def kept_by_modules(folder):
     """By stage and way: how a load ends, and what a layer has of it once the files are written anew."""
     results = {}
     for stage in STAGES[1:]:
-        for way in ("alone", "universal"):
-            path = f"{folder}/{stage}-{way}"
-            engine = _keeping(stage, 0)
-            _step(engine)
-            engine.save_checkpoint(path)
-            engine.destroy()
-            if way == "universal":
-                ended = converted(path, 1)
-                assert ended in (None, "nothing was raised"), ended
-            engine = _keeping(stage, 1, checkpoint={"load_universal": way == "universal"})
-            how, tag = (ALONE, "global_step1") if way == "alone" else ({}, "universal")
-            said = from_all(refusal(lambda: engine.load_checkpoint(path, tag=tag, **how)))  # noqa: B023
-            engine.save_checkpoint(path, tag=tag)
+        for way in WAYS_BACK:
+            engine, said, *_ = _saved_and_loaded(_keeping, f"{folder}/{stage}-{way}", stage, way)
             layer = getattr(engine.module.keeping, "_checkpoint_wrapped_module", engine.module.keeping)
             kept = sorted(set(layer.given.tolist())) if hasattr(layer, "given") else None
             results[f"{stage} {way}"] = [said, layer.scale.tolist(), getattr(layer, "told", None), kept]
@@ -307,7 +302,7 @@ def kept_by_modules(folder):
     return results
 
 
-@pytest.mark.parametrize("way", ["alone", "universal"])
+@pytest.mark.parametrize("way", WAYS_BACK)
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_a_module_is_told_the_version_of_its_state_and_may_keep_it(two_ranks_at_length, stage, way):
     said, scale, told, kept = two_ranks_at_length.of(kept_by_modules)[f"{stage} {way}"]
@@ -317,7 +312,7 @@ def test_a_module_is_told_the_version_of_its_state_and_may_keep_it(two_ranks_at_
     assert kept == [1.0]
 
 
-@pytest.mark.parametrize("way", ["alone", "universal"])
+@pytest.mark.parametrize("way", WAYS_BACK)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_may_be_called_as_extra_state_and_a_module_keep_that(two_ranks_at_length, stage, way):
     if way == "universal" and not stage:

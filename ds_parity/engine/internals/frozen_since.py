@@ -9,11 +9,10 @@ from typing import Any, Final
 from ds_parity.engine.internals.model_names import in_names_of, name_of_state
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine, Parameter
-from ds_parity.engine.internals.unstepped import given_whole, set_to
+from ds_parity.engine.internals.unstepped import WHOLE_MODEL, given_whole, set_to
 
 _FROZEN: Final = "frozen_param_fragments"
 _SHAPES: Final = "frozen_param_shapes"
-_WHOLE_MODEL: Final = 3  # the ZeRO stage that partitions it
 
 
 @contextmanager
@@ -30,7 +29,7 @@ def without_copies(engine: Engine, *, strict: bool, custom: bool) -> Iterator[No
         strict: a weight that the checkpoint lacks is an error.
         custom: a function of the caller's loads the model; it has been given all weights, but on ZeRO 3.
     """
-    by_function = custom and int(engine.zero_optimization_stage()) != _WHOLE_MODEL
+    by_function = custom and int(engine.zero_optimization_stage()) != WHOLE_MODEL
 
     def finding(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 
 from ds_parity.engine.internals.checkpoints import read
-from ds_parity.engine.internals.model_names import with_versions
 from ds_parity.engine.internals.stages import modules_of, shared_by_stages
 
 TIED: Final = "tied"
@@ -139,7 +138,7 @@ def load_layers(model: Any, folder: Path, stepped: Iterable[Any]) -> None:
         if file.is_file():
             saved = read(file, kept=True)
             own = {name: saved[name] for name in names if name in saved}
-            layer.load_state_dict(with_versions(own, saved, layer), strict=False)
+            layer.load_state_dict(own, strict=False)
 
 
 def share_tied_weights(model: Any) -> None:

@@ -18,8 +18,10 @@ from ds_parity.errors import CheckpointError
 
 _FROZEN: Final = "frozen_param_fragments"
 _SHAPES: Final = "frozen_param_shapes"
-_WHOLE_MODEL: Final = 3  # the ZeRO stage that partitions it
 _MOST_NAMES: Final = 3
+
+WHOLE_MODEL: Final = 3
+"""The ZeRO stage that partitions a model's parameters, too."""
 
 
 def saved_as_frozen(engine: Engine, stepped: Iterable[Parameter]) -> AbstractContextManager[None]:
@@ -90,7 +92,7 @@ def loaded_as_frozen(engine: Engine, stepped: Iterable[Parameter], *, strict: bo
 
         return loaded
 
-    if int(engine.zero_optimization_stage()) != _WHOLE_MODEL:
+    if int(engine.zero_optimization_stage()) != WHOLE_MODEL:
         yield
         return
     with wrapped(engine, "load_module_state_dict", finding):
@@ -188,7 +190,7 @@ def of_none(engine: Engine, stepped: Iterable[Parameter]) -> dict[str, Parameter
 
 def _of_others(engine: Engine, stepped: Iterable[Parameter], *, doubtful: bool = False) -> dict[str, Parameter]:
     """By name what other engines step and this one does not, frozen or not; nothing on other stages than 3."""
-    if int(engine.zero_optimization_stage()) != _WHOLE_MODEL:
+    if int(engine.zero_optimization_stage()) != WHOLE_MODEL:
         return {}
     theirs = stepped_by_others(engine, doubtful=doubtful) - set(map(id, stepped))
     named = engine.module.named_parameters(remove_duplicate=False)
@@ -197,7 +199,7 @@ def _of_others(engine: Engine, stepped: Iterable[Parameter], *, doubtful: bool =
 
 def _in_no_group(engine: Engine, stepped: Iterable[Parameter]) -> dict[str, Parameter]:
     """By name what is not frozen, and what this engine's optimizer does not step; nothing on other stages than 3."""
-    if int(engine.zero_optimization_stage()) != _WHOLE_MODEL:
+    if int(engine.zero_optimization_stage()) != WHOLE_MODEL:
         return {}
     owned = set(map(id, stepped))
     return {

@@ -81,19 +81,20 @@ def ask(commands: Sequence[Sequence[str]], environment: Mapping[str, str], limit
         return [_answer(process) for process in running]
     finally:
         for process in running:
-            _end(process)
+            end(process)
 
 
 def _answer(process: subprocess.Popen[str]) -> Reply:
     code = process.poll()
-    _end(process)
+    end(process)
     out, err = process.communicate()
     facts = [json.loads(line.removeprefix("doctor:")) for line in out.splitlines() if line.startswith("doctor:")]
     lines = [line for line in err.splitlines() if line.strip()]
     return Reply(tuple(facts), code, lines[-1].strip() if lines else "")
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a process that was started in a session of its own, with all that it has started there."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

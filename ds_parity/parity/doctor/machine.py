@@ -6,7 +6,6 @@ import os
 import pwd
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from ds_parity.parity.doctor.asking import end
 from ds_parity.parity.doctor.findings import Finding, State
 from ds_parity.parity.running.compiling import extensions_folder, locks
 from ds_parity.parity.running.holders import holders
@@ -64,9 +64,7 @@ def _does_not_run(command: list[str]) -> str | None:
         try:
             code = process.wait(_SECONDS)
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
             return f"it did not end within {_SECONDS} s"
         said.seek(0)
         lines = [line.strip() for line in said.read().decode(errors="replace").splitlines() if line.strip()]
