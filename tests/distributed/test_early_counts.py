@@ -23,7 +23,7 @@ from tests.distributed.engines import (
     until_made,
 )
 from tests.distributed.sequence import loss_of, remembering
-from tests.distributed.sets import on_four_ranks, on_two_ranks
+from tests.distributed.sets import at_length_on_four_ranks, by_length, either, on_four_ranks, on_two_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -35,7 +35,7 @@ PAIRS = {
     **{f"3 and 0, {which}": ((3, 0), which) for which in ("neither", "both")},
 }
 """The ZeRO stages of actor and critic, and which announces early."""
-SHARED = (1, 3)  # one stage that is silent inside windows, and one that is not
+SILENT = 1  # a stage that is silent inside windows, where 3 is not
 
 
 @dataclass
@@ -234,16 +234,47 @@ def test_passes_that_were_announced_and_left_are_counted_in_no_window(two_ranks)
     assert early["rollouts"] == late["rollouts"] == 16 + 33
 
 
-@on_four_ranks
-def shared_micro_batches(folder):
+def shared_on(stage):
     """Two groups of two ranks that share micro-batches; a group has no data for a while, and ends earlier."""
     group, results = dist.get_rank() // 2, {}
-    for stage in SHARED:
-        for case, made in (("late", 0), ("early", MANY), ("but for one rank", MANY * (dist.get_rank() != 3))):
-            with remembering() as mpu:
-                engine = build(config(stage, passes=8, lookahead=8, loss_weight="token"), mpu=mpu)
-                [results[f"{stage}, {case}"]] = alternate(Turns(engine, uneven(group), made, loss_of, skip_idle=True))
-                engine.destroy()
+    for case, made in (("late", 0), ("early", MANY), ("but for one rank", MANY * (dist.get_rank() != 3))):
+        with remembering() as mpu:
+            engine = build(config(stage, passes=8, lookahead=8, loss_weight="token"), mpu=mpu)
+            [results[case]] = alternate(Turns(engine, uneven(group), made, loss_of, skip_idle=True))
+            engine.destroy()
+    return results
+
+
+@on_four_ranks
+def shared_micro_batches(folder):
+    return shared_on(SILENT)
+
+
+@at_length_on_four_ranks
+def shared_micro_batches_of_stage_3(folder):
+    return shared_on(3)
+
+
+@pytest.mark.parametrize("stage", by_length((SILENT,), (3,), "four_ranks"))
+class TestRanksThatShareMicroBatches:
+    @pytest.fixture
+    def found(self, request, stage):
+        tasks = shared_micro_batches, shared_micro_batches_of_stage_3
+        return either(request, *tasks, seldom=stage != SILENT, fixture="four_ranks")
+
+    def test_take_the_same_steps_where_counts_travel_early(self, found):
+        assert found["early"]["found"] == found["late"]["found"]
+        assert_more_exchanges(found["late"]["collectives"])
+        assert_one_exchange(found["early"]["collectives"])
+
+    def test_wait_for_counts_where_one_of_them_does_not_know_its_passes(self, found):
+        assert found["but for one rank"] == found["late"]
+
+
+@on_four_ranks
+def two_engines_over_shared_ones(folder):
+    """An actor and a critic of such ranks; one of the groups has no values."""
+    group, results = dist.get_rank() // 2, {}
     for which, made in (("neither", 0), ("both", MANY)):
         with remembering() as mpu:
             actor, critic = _pair((1, 2), mpu=mpu)
@@ -256,22 +287,8 @@ def shared_micro_batches(folder):
     return results
 
 
-@pytest.mark.parametrize("stage", SHARED)
-class TestRanksThatShareMicroBatches:
-    def test_take_the_same_steps_where_counts_travel_early(self, four_ranks, stage):
-        found = four_ranks.of(shared_micro_batches)
-        late, early = found[f"{stage}, late"], found[f"{stage}, early"]
-        assert early["found"] == late["found"]
-        assert_more_exchanges(late["collectives"])
-        assert_one_exchange(early["collectives"])
-
-    def test_wait_for_counts_where_one_of_them_does_not_know_its_passes(self, four_ranks, stage):
-        found = four_ranks.of(shared_micro_batches)
-        assert found[f"{stage}, but for one rank"] == found[f"{stage}, late"]
-
-
 def test_two_engines_of_such_ranks_take_the_same_steps_too(four_ranks):
-    found = four_ranks.of(shared_micro_batches)
+    found = four_ranks.of(two_engines_over_shared_ones)
     for late, early in zip(found["neither"], found["both"], strict=True):
         assert early["found"] == late["found"]
         assert_one_exchange(early["collectives"])

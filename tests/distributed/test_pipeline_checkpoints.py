@@ -13,7 +13,7 @@ from torch import nn
 import ds_parity
 from ds_parity.parity.running.half_precision import fp16_allowed
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import on_four_ranks
+from tests.distributed.sets import at_length_on_four_ranks, by_length, either, on_four_ranks
 from tests.distributed.test_pipelines import alone_in_the_process, config, micro_batches, squares
 
 pytestmark = pytest.mark.ranks
@@ -53,6 +53,10 @@ CHANGES = {
 }  # fmt: skip
 
 
+OFTEN = ("the same on ZeRO 1", "the same in bf16", "in turns", "order on ZeRO 1", "frozen", "optimizer on ZeRO 0")
+SELDOM = tuple(name for name in CHANGES if name not in OFTEN)
+
+
 def mean_of_all(outputs, labels):
     return squares(outputs.mean(-1, keepdim=True), labels)
 
@@ -83,12 +87,19 @@ def answered(folder, name, change):
 @on_four_ranks
 @alone_in_the_process
 def changed(folder):
-    return {name: from_all(answered(folder, name, change)) for name, change in CHANGES.items()}
+    return {name: from_all(answered(folder, name, CHANGES[name])) for name in OFTEN}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_states_go_to_their_own_parameters_or_are_refused_on_every_rank(four_ranks, name):
-    for said, apart in four_ranks.of(changed)[name]:
+@at_length_on_four_ranks
+@alone_in_the_process
+def changed_otherwise(folder):
+    return {name: from_all(answered(folder, name, CHANGES[name])) for name in SELDOM}
+
+
+@pytest.mark.parametrize("name", by_length(OFTEN, SELDOM, "four_ranks"))
+def test_states_go_to_their_own_parameters_or_are_refused_on_every_rank(request, name):
+    found = either(request, changed, changed_otherwise, seldom=name in SELDOM, fixture="four_ranks")
+    for said, apart in found[name]:
         assert CHANGES[name].says in said
         assert said.startswith(("CheckpointError", "nothing was raised"))
         assert said.startswith("CheckpointError") or apart == 0.0
@@ -178,41 +189,51 @@ FOREIGN = {
 @on_four_ranks
 @alone_in_the_process
 def foreign_layers(folder):
+    return foreign_layers_on(1, folder)
+
+
+@at_length_on_four_ranks
+@alone_in_the_process
+def foreign_layers_of_stage_0(folder):
+    return foreign_layers_on(0, folder)
+
+
+def foreign_layers_on(stage, folder):
     """By what became of a layer's file: what each rank is answered, then in training, and behind a whole load."""
     results = {}
-    for stage in (0, 1):
-        path = Path(folder) / f"foreign-{stage}"
-        saving = build(config(stage))
-        for tag in ("own", "late"):
-            saving.train_window(micro_batches(saving, 0, SIZES))
-            saving.save_checkpoint(str(path), tag=tag)
-        for name, (files, _) in FOREIGN.items():
-            if dist.get_rank() == 0:
-                shutil.copytree(path / "own", path / name)
-                for tag, there, here in files:
-                    (path / name / here).unlink()
-                    if there:
-                        shutil.copy(path / tag / there, path / name / here)
-                    elif there is not None:
-                        (path / name / here).touch()
-            dist.barrier()
-            loading = build(config(stage))
-            calls = [
-                lambda: loading.load_checkpoint(str(path), tag=name),  # noqa: B023
-                lambda: loading.train_window(micro_batches(loading, 0, SIZES)),  # noqa: B023
-                lambda: loading.save_checkpoint(str(path), tag=f"{name} behind"),  # noqa: B023
-                lambda: loading.load_checkpoint(str(path), tag="own"),  # noqa: B023
-                lambda: loading.train_window(micro_batches(loading, 0, SIZES)),  # noqa: B023
-            ]
-            results[f"{stage} {name}"] = from_all([refusal(call) for call in calls])
+    path = Path(folder) / "foreign"
+    saving = build(config(stage))
+    for tag in ("own", "late"):
+        saving.train_window(micro_batches(saving, 0, SIZES))
+        saving.save_checkpoint(str(path), tag=tag)
+    for name, (files, _) in FOREIGN.items():
+        if dist.get_rank() == 0:
+            shutil.copytree(path / "own", path / name)
+            for tag, there, here in files:
+                (path / name / here).unlink()
+                if there:
+                    shutil.copy(path / tag / there, path / name / here)
+                elif there is not None:
+                    (path / name / here).touch()
+        dist.barrier()
+        loading = build(config(stage))
+        calls = [
+            lambda: loading.load_checkpoint(str(path), tag=name),  # noqa: B023
+            lambda: loading.train_window(micro_batches(loading, 0, SIZES)),  # noqa: B023
+            lambda: loading.save_checkpoint(str(path), tag=f"{name} behind"),  # noqa: B023
+            lambda: loading.load_checkpoint(str(path), tag="own"),  # noqa: B023
+            lambda: loading.train_window(micro_batches(loading, 0, SIZES)),  # noqa: B023
+        ]
+        results[name] = from_all([refusal(call) for call in calls])
     return results
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_layer_of_another_save_or_place_is_refused_and_not_trained(four_ranks, stage, name):
+@pytest.mark.parametrize("stage", by_length((1,), (0,), "four_ranks"))
+def test_a_layer_of_another_save_or_place_is_refused_and_not_trained(request, stage, name):
+    found = either(request, foreign_layers, foreign_layers_of_stage_0, seldom=stage == 0, fixture="four_ranks")
     says = FOREIGN[name][1]
-    for loaded, trained, saved, again, goes_on in four_ranks.of(foreign_layers)[f"{stage} {name}"]:
+    for loaded, trained, saved, again, goes_on in found[name]:
         assert says in loaded
         assert loaded.startswith(("CheckpointError", "nothing was raised"))
         halfway = "Nothing was loaded" not in loaded and name != "whole"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 SIZES = [[2, 1], [3]]
 HALVES = {"bf16": {"enabled": True}}
 CELLS = {"0 fp32": (0, {}), "1 fp32": (1, {}), "0 bf16": (0, HALVES), "1 bf16": (1, HALVES)}
-OFTEN, SELDOM = ("0 fp32", "1 bf16"), ("1 fp32", "0 bf16")
+OFTEN, SELDOM = ("1 bf16",), ("0 fp32", "1 fp32", "0 bf16")
 
 
 class Broken(lr_scheduler.LambdaLR):

@@ -17,6 +17,7 @@ from tests.distributed.sets import at_length_on_two_ranks, by_length, either, on
 pytestmark = pytest.mark.ranks
 # Plans are compared on the host, the same on each stage; on 0 in front of a backward, on 3 gradients are reduced in it.
 OFTEN, SELDOM = (0,), (3,)
+DIFFERENT = "RankDesyncError: ranks take their micro-batches from different plans (rank 0 begins "
 WAYS = {
     "one by one": {},
     "ahead": {"lookahead": 3},
@@ -214,7 +215,7 @@ def _found(request, stage, what):
 @pytest.mark.parametrize("stage", by_length(OFTEN, SELDOM, "two_ranks"))
 def test_different_plans_are_refused_on_every_rank(request, stage, way, name):
     for said, steps, kept in _found(request, stage, f"{way} {name}"):
-        assert said.startswith("RankDesyncError: ranks take their micro-batches from different plans (rank 0 begins ")
+        assert said.startswith(DIFFERENT)
         assert "Give plan() the same rollouts in the same order" in said
         assert kept == (steps == 0)
         assert steps == 0 or name in ("the second plan", "a short one of six")
@@ -520,10 +521,14 @@ def plans_between_loops(folder):
         _goes_on_in_another_engine,
         _looked_at_inside,
         _without_a_window,
-        _made_by_a_worker,
-        _made_otherwise_by_a_worker,
     )
     return {one.__name__: from_all(one(folder)) for one in done}
+
+
+@at_length_on_two_ranks
+def plans_of_workers(folder):
+    """The same of plans that a data loader's worker makes, a process of its own for each rank."""
+    return {one.__name__: from_all(one(folder)) for one in (_made_by_a_worker, _made_otherwise_by_a_worker)}
 
 
 def test_the_end_of_the_data_settles_no_window_of_different_plans(two_ranks):
@@ -556,11 +561,15 @@ def test_a_refused_window_takes_no_second_step(two_ranks):
         ("_replayed_on_one_rank", 2),
         ("_goes_on_in_a_new_engine", 5),
         ("_looked_at_inside", 2),
-        ("_made_by_a_worker", 300),
     ],
 )
 def test_ranks_with_the_same_plans_go_on(two_ranks, done, steps):
     assert two_ranks.of(plans_between_loops)[done] == [["nothing was raised", steps]] * 2
+
+
+@pytest.mark.slow
+def test_ranks_whose_workers_make_the_same_plans_go_on(two_ranks_at_length):
+    assert two_ranks_at_length.of(plans_of_workers)["_made_by_a_worker"] == [["nothing was raised", 300]] * 2
 
 
 @pytest.mark.parametrize(
@@ -570,10 +579,16 @@ def test_ranks_with_the_same_plans_go_on(two_ranks, done, steps):
         ("_another_plan_in_a_new_engine", 0),
         ("_replayed_and_other_plans", 1),
         ("_without_a_window", 2),
-        ("_made_otherwise_by_a_worker", 0),
     ],
 )
 def test_what_was_begun_before_hides_no_different_plans(two_ranks, done, steps):
     for said, taken in two_ranks.of(plans_between_loops)[done]:
-        assert said.startswith("RankDesyncError: ranks take their micro-batches from different plans (rank 0 begins ")
+        assert said.startswith(DIFFERENT)
         assert taken == steps
+
+
+@pytest.mark.slow
+def test_different_plans_of_workers_are_refused(two_ranks_at_length):
+    for said, taken in two_ranks_at_length.of(plans_of_workers)["_made_otherwise_by_a_worker"]:
+        assert said.startswith(DIFFERENT)
+        assert taken == 0
