@@ -120,8 +120,15 @@ class _Side:
 
     def end(self, kind: _Kind, low: float) -> _Range | None:
         """Return in how many steps since the beginning it may come to a lowest rate; None where it doesn't."""
-        lowest, highest = (float(ends[0]) for ends in self.ends(kind, np.array([low])))
-        return _Range(lowest, highest) if lowest <= highest * (1 + _ROUNDED) else None
+        return self.each_end(kind, [low])[0]
+
+    def each_end(self, kind: _Kind, lows: list[float]) -> list[_Range | None]:
+        """Return the same for each of some lowest rates."""
+        least, most = self.ends(kind, np.array(lows))
+        return [
+            _Range(one, other) if one <= other * (1 + _ROUNDED) else None
+            for one, other in zip(least.tolist(), most.tolist(), strict=True)
+        ]
 
     def ends(self, kind: _Kind, lows: _Array) -> tuple[_Array, _Array]:
         """Return the least and the most steps in which it comes to each of some lowest rates.
@@ -292,15 +299,13 @@ def _of_a_kind(
     if a.steps != b.steps:
         said = f"{both}, behind a warm-up of {told(a.steps)} and {told(b.steps)} steps"
         own = lows | b.lows(kind)
-        for low in sorted(own | _common(kind, a, b)):
-            one, other = a.end(kind, low), b.end(kind, low)
+        for low, one, other in _both_ends(kind, a, b, own | _common(kind, a, b)):
             # Two lines come to some rate together, whatever they are: a schedule ends with a step.
             if one is not None and other is not None and (low in own or one.holds_a_whole_number):
                 yield from ((name, said) for name in _of_warm_ups(view, sides, (one, other), moves))
     # Any few rates are of every kind, and of rates that stand still no way down is seen.
     elif moves == 1 and a.moved > 2 and b.moved > 0:
-        for low in sorted(lows | b.lows(kind)):
-            one, other = a.end(kind, low), b.end(kind, low)
+        for low, one, other in _both_ends(kind, a, b, lows | b.lows(kind)):
             if one is not None and other is not None and not one.meets(other) and a.steps + 2 <= other.most:
                 paces = _Range(other.least / one.most, other.most / max(one.least, _WHOLE))
                 said = f"{both}, and come to {low:.4g} after about {_about(one)} and {_about(other)} steps"
@@ -324,6 +329,14 @@ def _of_warm_ups(view: View, sides: tuple[_Side, _Side], ends: tuple[_Range, _Ra
     whole = b.steps > 0 and (_is_whole(b.steps) or _is_whole(a.steps / b.steps))
     if pace and whole and (moves == 1 or near(1 / pace, moves, _WHOLE)) and one.times(pace).meets(other):
         yield from _of_pace(view, _Range(pace, pace))
+
+
+def _both_ends(
+    kind: _Kind, a: _Side, b: _Side, lows: set[float]
+) -> Iterator[tuple[float, _Range | None, _Range | None]]:
+    """Each lowest rate, from the lowest on, and in how many steps each side may come to it."""
+    ordered = sorted(lows)
+    return zip(ordered, a.each_end(kind, ordered), b.each_end(kind, ordered), strict=True)
 
 
 def _common(kind: _Kind, a: _Side, b: _Side) -> set[float]:
