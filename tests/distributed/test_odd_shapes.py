@@ -27,21 +27,29 @@ PRECISIONS = {
 
 
 class Odd(torch.nn.Module):
-    """An image through a channels_last convolution, a transposed weight, an expanded bias, and a temperature."""
+    """An image through channels_last convolutions, a transposed weight, an expanded bias, and a temperature.
+
+    Two weights are contiguous for torch, and their last stride is not 1: a convolution's of 1 x 1, and a column's.
+    """
 
     def __init__(self, rank):
         super().__init__()
         torch.manual_seed(rank)  # all ranks begin with the weights of the first one
         self.patches = torch.nn.Conv2d(3, 4, 2, 2).to(memory_format=torch.channels_last)
+        self.mix = torch.nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last)
+        self.column = torch.nn.Parameter(torch.randn(1, 4).t())
         self.head = torch.nn.Linear(4, 3)
         self.head.weight = torch.nn.Parameter(torch.randn(4, 3).t())
         self.head.bias = torch.nn.Parameter(torch.randn(1).expand(3))
         self.temperature = torch.nn.Parameter(torch.rand(()) + 1)
         assert not self.patches.weight.is_contiguous()
+        for one in (self.mix.weight, self.column):
+            assert one.is_contiguous()
+            assert one.stride(-1) > 1
 
     def forward(self, image):
         """Return one number."""
-        found = self.patches(image.to(self.patches.weight.dtype)).mean((2, 3))
+        found = self.mix(self.patches(image.to(self.patches.weight.dtype))).mean((2, 3)) * self.column[:, 0]
         return (self.head(found) * self.temperature).float().pow(2).mean()
 
 

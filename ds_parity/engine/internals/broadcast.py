@@ -101,8 +101,11 @@ def _laid_out_as(data: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
     # Elements that share memory (expand()) can't be written one by one, nor trained: these become what was sent.
     if any(stride == 0 and size > 1 for size, stride in zip(data.shape, data.stride(), strict=True)):
         return sent
-    return data.copy_(sent)
+    # What is contiguous for torch was sent from where it lies, and copying within one memory is refused.
+    return data if sent.data_ptr() == data.data_ptr() else data.copy_(sent)
 
 
 def _is_odd(data: torch.Tensor) -> bool:
-    return data.dim() == 0 or not data.is_contiguous()
+    # Of a dimension of size 1 torch asks no stride where it calls a tensor contiguous: a convolution of 1 x 1 in
+    # channels_last is contiguous, and its last stride is not 1.
+    return data.dim() == 0 or not data.is_contiguous() or data.stride(-1) != 1
