@@ -141,7 +141,9 @@ def test_a_model_with_more_or_other_ones_is_refused_on_every_rank(two_ranks_at_l
     for results in two_ranks_at_length.of(universal_untrained):
         ended = results[f"{stage}-{precision}"]["ended"]
         assert all(said.startswith("CheckpointError: the universal checkpoint has no more") for said in ended["more"])
-        assert all("frozen has the shape (3,), and this model's has (4,)" in said for said in ended["shape"])
+        # A module may take other shapes by itself, so that torch is asked where nothing is partitioned.
+        says = "frozen has the shape (3,), and this model's has (4,)" if stage == 3 else "size mismatch for frozen"
+        assert all(said.startswith("CheckpointError") and says in said for said in ended["shape"])
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from inspect import getmro
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime import engine as of_deepspeed
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
+from ds_parity.engine.internals.changed_in_state import written_as_they_are
 from ds_parity.engine.internals.model_names import is_own_state, name_of_state, names_of_one, with_versions
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine, Parameter
@@ -101,13 +103,27 @@ def read(file: Path, *, kept: bool = False) -> dict[str, Any]:
 
 
 def beside_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the buffers of a model, and what its modules save of their own, by their names in its state.
+    """Return what ZeRO 3 has saved of a model beside its weights, by the names in its state.
+
+    These are buffers, by all of their names, what hooks of the state have made of them, and what modules save of their
+    own. DeepSpeed lists one name of a buffer, and in place of a parameter its state has an empty tensor.
 
     Args:
         saved: what is in its file.
     """
     buffers = set(map(name_of_state, saved.get("buffer_names") or ()))
-    return {name: value for name, value in saved["module"].items() if name in buffers or is_own_state(name)}
+    shapes = (*(saved.get("param_shapes") or ()), saved.get("frozen_param_shapes"), saved.get("shared_params"))
+    weights = set(map(name_of_state, chain.from_iterable(one or () for one in shapes)))
+    state = {name_of_state(name): value for name, value in saved["module"].items()}
+    return {
+        name: value
+        for name, value in state.items()
+        if name in buffers or is_own_state(name) or (name not in weights and not _is_empty(value))
+    }
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.numel()
 
 
 @contextmanager
@@ -310,7 +326,7 @@ def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
         tag: of the checkpoint; None for `latest`.
         engine: a bare DeepSpeed engine.
     """
-    universal = engine.load_universal_checkpoint()
+    universal, found = engine.load_universal_checkpoint(), []
     if engine.zero_optimization_stage() != 3:
         yield
         return
@@ -322,11 +338,12 @@ def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
             given = kwargs.pop("tag", given)
             chosen = tag if given is None else given
             chosen = (Path(folder) / "latest").read_text().strip() if chosen is None else str(chosen)
-            return _with_state_of_rank(engine, folder, chosen, collect(folder, chosen, *args, **kwargs))
+            found.append(_with_state_of_rank(engine, folder, chosen, collect(folder, chosen, *args, **kwargs)))
+            return found[-1]
 
         return collected
 
-    with wrapped(of_deepspeed, _COLLECT, tagged):
+    with wrapped(of_deepspeed, _COLLECT, tagged), written_as_they_are(engine, lambda: bool(found)):
         yield
 
 

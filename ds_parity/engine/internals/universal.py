@@ -10,15 +10,15 @@ from typing import Any, Final
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
+from ds_parity.engine.internals.changed_in_state import changed_in_state, refuse_another_shape, write
 from ds_parity.engine.internals.checkpoints import beside_weights, read, saved_in_parts
-from ds_parity.engine.internals.model_names import is_own_state, name_of_state, with_versions
+from ds_parity.engine.internals.model_names import name_of_state, with_versions
 from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.surface import Engine, Parameter
-from ds_parity.engine.internals.unstepped import has_elements, lacks, of_none
+from ds_parity.engine.internals.unstepped import WHOLE_MODEL, has_elements, lacks, of_none
 from ds_parity.errors import CheckpointError
 
 _WEIGHTS: Final = "fp32"
-_ABSENT: Final = object()  # what a module saves of its own may be None
 _MOMENTS: Final = {"exp_avg", "exp_avg_sq"}
 _OF_RANK: Final = re.compile(r"zero_pp_rank_(\d+)_(mp_rank_\d+_model_states\.pt)")
 
@@ -41,7 +41,7 @@ def incomplete(engine: Engine, folder: Path, stepped: Iterable[Parameter]) -> st
     zero = folder / "zero"
     if not zero.is_dir():
         return None
-    there = {one.name: {file.stem for file in one.glob("*.pt")} for one in zero.iterdir() if one.is_dir()}
+    there = dict(_by_folder(zero))
     for name, files in sorted(there.items()):
         # Of a group that has had no gradient yet, and of what is frozen, a conversion makes a file of weights alone.
         lost = {_WEIGHTS, *(_MOMENTS if files & _MOMENTS else ())} - files
@@ -51,6 +51,16 @@ def incomplete(engine: Engine, folder: Path, stepped: Iterable[Parameter]) -> st
     names = [name for name, one in engine.module.named_parameters() if id(one) in wanted and has_elements(one)]
     lacking = next((name for name in names if name not in there), None)
     return _without_moments(engine, there) if lacking is None else f"zero/{lacking}"
+
+
+def _by_folder(zero: Path) -> Iterator[tuple[str, set[str]]]:
+    """By the names of parameters, which may hold slashes, the names of their files."""
+    for one in zero.rglob("*"):
+        if one.is_dir():
+            files = {file.stem for file in one.glob("*.pt")}
+            # A folder of folders alone is a part of their parameters' names.
+            if files or not any(inner.is_dir() for inner in one.iterdir()):
+                yield one.relative_to(zero).as_posix(), files
 
 
 def _without_moments(engine: Engine, there: Mapping[str, set[str]]) -> str | None:
@@ -84,36 +94,60 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
         strict: a weight or a buffer that the checkpoint lacks is an error; else it stays as it is.
 
     Raises:
-        CheckpointError: the checkpoint lacks one, or has it in another shape.
+        CheckpointError: the checkpoint lacks one, has one that this model has not, or one in another shape.
     """
     parameters = {name_of_state(name): one for name, one in engine.module.named_parameters(remove_duplicate=False)}
     stepped = list(stepped)
     loaded = {id(one) for one in stepped}
-    if int(engine.zero_optimization_stage()) == 3:  # where a load leaves what another engine over this model steps
+    if int(engine.zero_optimization_stage()) == WHOLE_MODEL:  # where what another engine over this model steps is left
         loaded |= stepped_by_others(engine)
-    own = engine.module.state_dict()
-    wanted = [name for name in own if name not in parameters or id(parameters[name]) not in loaded]
-    if not wanted:
+    left = {name for name, one in parameters.items() if id(one) in loaded}
+    if not (set(map(name_of_state, engine.module.state_dict())) | _names(read(Path(path)))) - left:
         return
     first = read(Path(path), kept=True)
-    there = {name_of_state(name): value for name, value in _saved(first, path).items()}
-    held = _held(wanted, there, parameters)
-    absent = [name for name in wanted if name not in held]
-    nobodys = set(map(name_of_state, of_none(engine, stepped)))
-    if strict and (lost := [name for name in absent if name in nobodys]):
-        raise CheckpointError(lacks(lost))
-    if strict and absent:
-        others = f", and {len(absent) - 1} more" if absent[1:] else ""
-        raise CheckpointError(
-            f"the universal checkpoint has no {absent[0]}{others}, a buffer or a weight of this model that is not "
-            "stepped: load it into the model that was saved, or give load_module_strict=False to keep what this "
-            "engine has"
-        )
-    _refuse_other_shapes(held, {name: one for name, one in own.items() if not is_own_state(name)} | parameters)
-    partitioned = {id(one): one for name in held if hasattr(one := parameters.get(name), "ds_id")}
+    there = {name: value for name, value in _saved(first, path).items() if name not in left}
+    held = there | _of_other_names(there, {name: one for name, one in parameters.items() if name not in left})
+    as_they_are = _as_they_are(engine, held)
+    given = {name: value for name, value in held.items() if name not in as_they_are}
+    partitioned = {id(one): one for name in given if hasattr(one := parameters.get(name), "ds_id")}
+    for name in given.keys() & parameters.keys():
+        if id(parameters[name]) in partitioned:
+            refuse_another_shape(name, given[name], parameters[name])
     with GatheredParameters(list(partitioned.values()), modifier_rank=0):
         # What a rank writes into a gathered parameter is the first one's anyway.
-        engine.module.load_state_dict(with_versions(held, first["module"], engine.module), strict=False)
+        found = engine.module.load_state_dict(with_versions(given, first["module"], engine.module), strict=False)
+    write(as_they_are, held)
+    if strict:
+        known = left | as_they_are.keys()
+        absent = [name for name in map(name_of_state, found.missing_keys) if name not in known]
+        _refuse_other_names(absent, found.unexpected_keys, set(map(name_of_state, of_none(engine, stepped))))
+
+
+def _as_they_are(engine: Engine, held: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Those of what was saved that no hook of the state has converted, and whose module's hooks would convert them."""
+    if int(engine.zero_optimization_stage()) != WHOLE_MODEL:
+        return {}
+    return {name: one for name, one in changed_in_state(engine.module).items() if name in held}
+
+
+def _refuse_other_names(absent: list[str], unexpected: list[str], nobodys: set[str]) -> None:
+    if lost := [name for name in absent if name in nobodys]:
+        raise CheckpointError(lacks(lost))
+    way_out = "load it into the model that was saved, or give load_module_strict=False to"
+    if absent:
+        raise CheckpointError(
+            f"the universal checkpoint has no {_first_of(absent)}, a buffer or a weight of this model that is not "
+            f"stepped: {way_out} keep what this engine has"
+        )
+    if unexpected:
+        raise CheckpointError(
+            f"the universal checkpoint has {_first_of(unexpected)}, and this model has no buffer, and no weight that "
+            f"is not stepped, of this name: {way_out} leave it out"
+        )
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] + (f", and {len(names) - 1} more" if names[1:] else "")
 
 
 def refuse_left_over(engine: Engine, path: str) -> None:
@@ -136,37 +170,28 @@ def refuse_left_over(engine: Engine, path: str) -> None:
         )
 
 
-def _held(wanted: Iterable[str], there: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """What a checkpoint has of the names that are wanted; of a tied parameter ZeRO 3 saves one of its names."""
-    by_parameter = {id(parameters[name]): value for name, value in there.items() if name in parameters}
-    found = {name: there.get(name, by_parameter.get(id(parameters.get(name)), _ABSENT)) for name in wanted}
-    return {name: value for name, value in found.items() if value is not _ABSENT}
+def _of_other_names(there: Mapping[str, Any], wanted: Mapping[str, Parameter]) -> dict[str, Any]:
+    """What a checkpoint has of tied parameters, of which ZeRO 3 saves one name, by their other names."""
+    by_parameter = {id(one): there[name] for name, one in wanted.items() if name in there}
+    return {
+        name: by_parameter[id(one)] for name, one in wanted.items() if name not in there and id(one) in by_parameter
+    }
 
 
-def _refuse_other_shapes(held: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for name, value in held.items():
-        if name not in own or not isinstance(value, torch.Tensor):
-            continue
-        shape = getattr(own[name], "ds_shape", own[name].shape)
-        if tuple(shape) != tuple(value.shape):
-            raise CheckpointError(
-                f"the universal checkpoint's {name} has the shape {tuple(value.shape)}, and this model's has "
-                f"{tuple(shape)}: load it into the model that was saved"
-            )
+def _names(first: Mapping[str, Any]) -> set[str]:
+    return set(map(name_of_state, (*first["module"], *(first.get("frozen_param_shapes") or ()))))
 
 
 def _saved(first: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The model's state in its file, or files: whole tensors by name; of ZeRO 3 frozen weights and buffers alone."""
     file = Path(path)
-    found: dict[str, Any] = dict(first["module"])
+    found = {name_of_state(name): value for name, value in first["module"].items()}
     of_rank = _OF_RANK.fullmatch(file.name)
     if of_rank is None:
         return found
     shapes = first.get("frozen_param_shapes") or {}
     parts = [read(one).get("frozen_param_fragments") or {} for one in _of_all_ranks(file, of_rank[2])]
-    frozen = dict(_whole(shapes, parts))
-    # In place of a parameter the first file has an empty tensor.
-    return beside_weights(first) | frozen
+    return beside_weights(first) | {name_of_state(name): value for name, value in _whole(shapes, parts)}
 
 
 def _of_all_ranks(file: Path, ending: str) -> list[Path]:

@@ -450,6 +450,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run begins with the weights of an older checkpoint, without its optimizer's states",
     ),
     DeepSpeedFault(
+        "converted_twice",
+        "weights that a hook of a module's state_dict() converts, renames or packs are loaded wrong",
+        "load the optimizer's states, too, or take such hooks out",
+        lambda c: c.stage == 3,
+        "the loop calls load_checkpoint(load_optimizer_states=False) for a model with such hooks",
+    ),
+    DeepSpeedFault(
         "skips_for_ever",
         "behind one step with a gradient that is not finite, every step is skipped, and nothing is learned",
         "leave data_types.grad_accum_dtype out, or offload_optimizer",
