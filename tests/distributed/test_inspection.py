@@ -112,6 +112,71 @@ def a_tuple(seed):
     return Around(seed, lambda logits: (logits, logits))
 
 
+def lazy(seed):
+    model = Around(seed, lambda logits: logits)
+    model.more = nn.LazyLinear(3)
+    return model
+
+
+class Moving(nn.Module):
+    """The bundled decoder, with a number added to its logits that each forward moves."""
+
+    def __init__(self, seed, *, buffer):
+        super().__init__()
+        self.policy = build_tiny(seed)
+        if buffer:
+            self.register_buffer("forwards", torch.zeros(()))
+        else:
+            self.forwards = torch.zeros(())
+
+    def forward(self, input_ids):
+        self.forwards += 1
+        logits = self.policy(input_ids)
+        return logits.index_add(2, torch.tensor([7]), 0.1 * self.forwards.expand(*logits.shape[:2], 1))
+
+
+def counting(seed):
+    return Moving(seed, buffer=True)
+
+
+def remembering(seed):
+    return Moving(seed, buffer=False)
+
+
+def spectral(seed):
+    model = build_tiny(seed)
+    nn.utils.parametrizations.spectral_norm(model.head)
+    return model
+
+
+class Normed(nn.Module):
+    """The bundled decoder with its logits normed over all tokens of a batch."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.policy = build_tiny(seed)
+        self.norm = nn.BatchNorm1d(self.policy.head.out_features)
+
+    def forward(self, input_ids):
+        return self.norm(self.policy(input_ids).transpose(1, 2)).transpose(1, 2)
+
+
+def normed(seed):
+    return Normed(seed)
+
+
+def normed_off(seed):
+    return Normed(seed).eval()
+
+
+def over_rows(seed):
+    return Around(seed, lambda logits: logits + 0.1 * logits.mean(0))
+
+
+def over_padding(seed):
+    return Around(seed, lambda logits: logits + 0.1 * logits.mean(1, keepdim=True))
+
+
 def frozen(seed):
     return build_tiny(seed).requires_grad_(False)
 
@@ -145,15 +210,31 @@ MODELS = {
     a_tuple: "it returns a tuple, must be logits",
     raising: "raises RuntimeError: needs attention_mask",
     frozen: "it has no parameter that is trained (requires_grad)",
+    lazy: "it has parameters without a shape yet (a lazy module)",
+    counting: "it keeps something from one to the next, in the buffer forwards",
+    remembering: "it keeps something from one to the next, such as its last output",
+    spectral: "it keeps something from one to the next, in the buffer",
+    normed: "",
+    over_rows: "",
+}
+# What is said where some reference takes the rollouts of a window in one batch.
+TOGETHER = "a rollout has other logits beside another one than alone"
+IN_ONE = {
+    normed: TOGETHER,
+    over_rows: TOGETHER,
+    over_padding: TOGETHER,
+    normed_off: "",
+    dropout_off: "",
+    raising: "raises",
 }
 # What a training function may take.
 ITS_OWN = (few_positions, no_logits, a_tuple, raising, frozen)
 
 
-def said_of(model, dtype="fp32", **values):
-    scenario = Scenario("look", config(2, dtype), model=f"{__name__}:{model.__name__}", max_tokens=400, **values)
+def said_of(model, dtype="fp32", *, in_one=False, tokens=400, **values):
+    scenario = Scenario("look", config(2, dtype), model=f"{__name__}:{model.__name__}", max_tokens=tokens, **values)
     try:
-        inspect_model(scenario.to_json())
+        inspect_model(scenario.to_json(), in_one=in_one)
     except ConfigError as error:
         return str(error)
     return ""
@@ -172,6 +253,11 @@ def looks(folder):
         "said": said,
         "beyond fp32": said_of(dropout_off, rollouts=str(far)),
         "bf16": {model.__name__: said_of(model, "bf16") for model in (nan, dropout_off, dropout)},
+        "in one": {model.__name__: said_of(model, in_one=True) for model in IN_ONE},
+        "of one length": {
+            model.__name__: said_of(model, in_one=True, tokens=24) for model in (normed, over_rows, dropout_off)
+        },
+        "bf16, in one": {model.__name__: said_of(model, "bf16", in_one=True) for model in (normed, dropout_off)},
         "trained": {model.__name__: said_of(model, train=f"{__name__}:train") for model in MODELS},
         "untouched": torch.equal(before, torch.random.get_rng_state()),
     }
@@ -183,6 +269,26 @@ def test_what_is_wrong_with_a_model_is_one_sentence(two_ranks, model):
     assert expected in said
     assert bool(said) == bool(expected), said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("model", IN_ONE, ids=lambda model: model.__name__)
+def test_rollouts_that_have_a_part_in_one_another_cannot_be_computed_in_one_batch(two_ranks, model):
+    said, expected = two_ranks.of(looks)["in one"][model.__name__], IN_ONE[model]
+    assert expected in said
+    assert bool(said) == bool(expected), said
+
+
+def test_nor_can_they_in_bf16(two_ranks):
+    found = two_ranks.of(looks)["bf16, in one"]
+    assert TOGETHER in found["normed"]
+    assert found["dropout_off"] == ""
+
+
+def test_nor_can_they_where_all_rollouts_are_cut_to_one_length(two_ranks):
+    found = two_ranks.of(looks)["of one length"]
+    assert TOGETHER in found["normed"]
+    assert TOGETHER in found["over_rows"]
+    assert found["dropout_off"] == ""
 
 
 def test_rollouts_that_make_no_micro_batch_are_what_is_wrong(two_ranks):

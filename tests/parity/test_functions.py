@@ -122,6 +122,15 @@ def test_a_subject_that_records_no_step_is_told_so(monkeypatch):
     measure._refuse_unfit("loop:f", Engine(), True)
 
 
+def test_a_current_folder_that_is_gone_is_said(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="the current folder was removed"):
+        refuse_unknown("ds_parity.parity.data.model:build_tiny")
+
+
 def test_a_name_that_leads_to_a_function_gives_the_function():
     assert resolve("json:dumps") is json.dumps
 

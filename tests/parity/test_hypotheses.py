@@ -9,6 +9,7 @@ import torch
 
 from ds_parity.parity.comparison.bounds import Tier
 from ds_parity.parity.comparison.compare import compare
+from ds_parity.parity.data.model import build_tiny
 from ds_parity.parity.diagnosis import Fit, diagnose, grouped
 from ds_parity.parity.diagnosis.causes import REMEDIES
 from ds_parity.parity.diagnosis.meanings import COMPUTED
@@ -43,6 +44,28 @@ def trained(wanted, engine, folder, run=train_alone):
     with Recorder(folder, wanted, engine) as recorder:
         run(wanted, recorder)
     return read_trace(folder / wanted.name / f"{engine}.jsonl")
+
+
+class Keeping(torch.nn.Module):
+    """The bundled decoder, which keeps its last logits: torch can't copy them while they have a graph."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.decoder, self.last = build_tiny(seed), None
+
+    def forward(self, input_ids):
+        self.last = self.decoder(input_ids)
+        return self.last
+
+
+def test_a_model_that_keeps_its_output_has_the_same_hypotheses(wanted, tmp_path):
+    models = (f"{__name__}:Keeping", "ds_parity.parity.data.model:build_tiny")
+    kept, right = (
+        trained(replace(wanted, model=model, windows=2), "torch", tmp_path / str(number))
+        for number, model in enumerate(models)
+    )
+    assert [one.hypotheses for one in kept.steps] == [one.hypotheses for one in right.steps]
+    assert all(one.hypotheses for one in kept.steps)
 
 
 class Loop:

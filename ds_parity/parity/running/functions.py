@@ -87,8 +87,22 @@ def refuse_unknown(name: str, folders: Sequence[str] = ()) -> None:
     if package == "__main__":
         raise _unknown(name, "the main module of ranks is another one: put the function into a module of its own")
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    if not package or not _can_be_found(package, [*folders, *inherited, str(Path.cwd())]):
+    if not package or not _can_be_found(package, [*folders, *inherited, working_folder()]):
         raise _unknown(name, f"no module named {module!r}")
+
+
+def working_folder() -> str:
+    """Return the current folder, in which ranks are started.
+
+    Raises:
+        ConfigError: it was removed.
+    """
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        raise ConfigError(
+            "the current folder was removed: ranks are started in it; change into one that exists"
+        ) from None
 
 
 def _can_be_found(package: str, folders: list[str]) -> bool:

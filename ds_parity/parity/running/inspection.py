@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_iter
 
 from ds_parity.collation import collate, to_device
@@ -23,6 +24,7 @@ from ds_parity.token_losses import token_logps
 # Two ranks may compute a sum in another order; half precision keeps three digits.
 _ALIKE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_WITHOUT_SHAPE = (UninitializedParameter, UninitializedBuffer)
 _NAMED = 4
 
 
@@ -47,7 +49,7 @@ class _Seen(NamedTuple):
     wrong: str
 
 
-def inspect_model(scenario: dict[str, Any]) -> None:
+def inspect_model(scenario: dict[str, Any], *, in_one: bool = False) -> None:
     """Look at the model of a scenario: whether its weights follow from the seed, and its logits from its input.
 
     Every rank calls it. Models whose parameters lie on several ranks, or that need an engine around them, are passed
@@ -55,14 +57,17 @@ def inspect_model(scenario: dict[str, Any]) -> None:
 
     Args:
         scenario: as `Scenario.to_json` returns it.
+        in_one: some reference computes the rollouts of several micro-batches in one batch, so that none may have a part
+            in another's logits.
 
     Raises:
-        ConfigError: the model has other weights on each rank or in each call, draws random numbers, returns something
-            else than finite logits of every token, or has fewer token ids than the rollouts.
+        ConfigError: the model has other weights on each rank or in each call, draws random numbers or keeps something
+            from one forward to the next, returns something else than finite logits of every token, or has fewer token
+            ids than the rollouts.
     """
     wanted = Scenario.from_json(scenario)
     with torch.random.fork_rng(devices=[]):
-        seen = _look(wanted)
+        seen = _look(wanted, in_one)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, seen)
     wrong = _first_wrong(everyone, _ALIKE[wanted.storage])
@@ -91,7 +96,7 @@ def _first_wrong(everyone: Sequence[_Seen], alike: float) -> str:
     return ""
 
 
-def _look(scenario: Scenario) -> _Seen:
+def _look(scenario: Scenario, in_one: bool) -> _Seen:
     model = build_policy(scenario.model, scenario.seed, scenario.tokenizer)
     if _needs_an_engine(model):
         return _Seen("", None, "")
@@ -99,21 +104,25 @@ def _look(scenario: Scenario) -> _Seen:
     given = scenario.train or scenario.setup
     if not given and not any(parameter.requires_grad for parameter in model.parameters()):
         return _Seen("", None, "it has no parameter that is trained (requires_grad), so an engine has nothing to step")
+    if any(isinstance(one, _WITHOUT_SHAPE) for one in (*model.parameters(), *model.buffers())):
+        wrong = "it has parameters without a shape yet (a lazy module): call it once before it is returned"
+        return _Seen("", None, wrong)
     checksum = _checksum(model)
     if _checksum(build_policy(scenario.model, scenario.seed, scenario.tokenizer)) != checksum:
         wrong = "two calls with one seed return other weights: call torch.manual_seed(seed) before it draws them"
         return _Seen(checksum, None, wrong)
     wrong = _too_few_ids(model, scenario)
-    return _Seen(checksum, None, wrong) if wrong else _computed(model, scenario, checksum)
+    return _Seen(checksum, None, wrong) if wrong else _computed(model, scenario, checksum, in_one)
 
 
-def _computed(model: nn.Module, scenario: Scenario, checksum: str) -> _Seen:
+def _computed(model: nn.Module, scenario: Scenario, checksum: str, in_one: bool) -> _Seen:
     device = str(get_accelerator().current_device_name())
+    together = _together(model.float().to(device), scenario) if in_one else ""
     model = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.storage, model.float)().to(device)
     torch.manual_seed(scenario.seed)
     norm = 0.0
     # What is wrong may be so of long sequences alone: positions that the model lacks, numbers that overflow.
-    batches = _shortest_and_longest(scenario)
+    batches = [collate((one,)) for one in _shortest_and_longest(scenario)]
     try:
         for batch in batches:
             wrong, logps = _forward(model, to_device(batch, device), scenario)
@@ -127,15 +136,45 @@ def _computed(model: nn.Module, scenario: Scenario, checksum: str) -> _Seen:
         shape = tuple(batch.inputs["input_ids"].shape)
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return _Seen(checksum, None, f"its forward of token ids of the shape {shape} raises {said}")
-    return _Seen(checksum, norm, "")
+    return _Seen(checksum, norm, together)
+
+
+def _together(model: nn.Module, scenario: Scenario) -> str:
+    """Say where a rollout has other log probabilities beside another one than alone; in fp32."""
+    rollouts = _shortest_and_longest(scenario)
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad():
+            alone = [_logps(model, to_device(collate((one,)), device)) for one in rollouts]
+            both = _logps(model, to_device(collate(rollouts), device))
+        apart = float((torch.cat(alone) - both).double().norm()) > _ALIKE["fp32"] * float(both.double().norm())
+    except Exception:  # a model may have kernels of half precision alone, or none of more rows
+        return ""
+    if not apart:
+        return ""
+    return (
+        "a rollout has other logits beside another one than alone (as by BatchNorm in training, a mean over rows, or "
+        "positions that see the padding behind them), so they depend on how micro-batches are cut, and plain torch "
+        "takes a window in one batch: let the function return model.eval(), or compare with DeepSpeed alone (--against "
+        "deepspeed-loop)"
+    )
+
+
+def _logps(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """The log probabilities of all loss tokens, row by row."""
+    ids, mask = (batch.inputs[name] for name in ("input_ids", "loss_mask"))
+    output = model(ids)
+    return token_logps(getattr(output, "logits", output)[:, :-1], ids[:, 1:])[mask > 0]
 
 
 def _forward(model: nn.Module, batch: MicroBatch, scenario: Scenario) -> tuple[str, torch.Tensor | None]:
     """Return what is wrong with the logits of a micro-batch, and the log probabilities of its loss tokens."""
     ids, mask = (batch.inputs[name] for name in ("input_ids", "loss_mask"))
     with torch.no_grad():
-        one, other = (model(ids) for _ in range(2))
-    wrong = _random(model, one, other)
+        one = model(ids)
+        drawn, kept = _drawn(), {name: value.clone() for name, value in model.named_buffers()}
+        other = model(ids)
+    wrong = _unlike(model, one, other, draws=not torch.equal(drawn, _drawn()), kept=kept)
     logits = getattr(one, "logits", one)
     unlike = _no_logits(logits, ids)
     if wrong or unlike:
@@ -150,9 +189,11 @@ def _forward(model: nn.Module, batch: MicroBatch, scenario: Scenario) -> tuple[s
     return wrong, logps
 
 
-def _shortest_and_longest(scenario: Scenario) -> list[MicroBatch]:
+def _shortest_and_longest(scenario: Scenario) -> list[Any]:
     rollouts = [rollout for row in scenario.layout() for cell in row for rollout in cell]
-    return [collate((choose(rollouts, key=lambda rollout: len(rollout.tokens)),)) for choose in (min, max)]
+    shortest = min(rollouts, key=lambda rollout: len(rollout.tokens))
+    # Where all are cut to one length, one of other tokens.
+    return [shortest, max(rollouts, key=lambda rollout: (len(rollout.tokens), rollout.tokens != shortest.tokens))]
 
 
 def _needs_an_engine(model: nn.Module) -> bool:
@@ -192,8 +233,13 @@ def _no_logits(logits: Any, ids: torch.Tensor) -> str:
     return ""
 
 
-def _random(model: nn.Module, one: Any, other: Any) -> str:
-    """Say where two forwards of one input differ, and which dropout does that."""
+def _drawn() -> torch.Tensor:
+    """What tells how many random numbers torch has drawn."""
+    return torch.cat([torch.get_rng_state(), get_accelerator().get_rng_state()])
+
+
+def _unlike(model: nn.Module, one: Any, other: Any, *, draws: bool, kept: Mapping[str, torch.Tensor]) -> str:
+    """Say where two forwards of one input differ, and what does that; `kept`: buffers in front of the second."""
     pairs = zip(_tensors(one), _tensors(other), strict=False)
     if all(torch.equal(first, second) or bool(first.isnan().any()) for first, second in pairs):
         return ""
@@ -203,6 +249,15 @@ def _random(model: nn.Module, one: Any, other: Any) -> str:
         if isinstance(module, _DROPOUTS) and module.training and module.p
     ]
     why = "no two runs of it are alike, whatever engine trains it"
+    if not (dropping or draws):
+        moved = [name for name, value in model.named_buffers() if name in kept and not torch.equal(value, kept[name])]
+        what = (
+            f"in the buffer {moved[0]}" if moved else "such as its last output, or draws numbers that are not torch's"
+        )
+        return (
+            f"two forwards of the same tokens return other logits, so {why}: it keeps something from one to the next, "
+            f"{what}; leave that out, or call .eval() on it if that ends it"
+        )
     if not dropping:
         return (
             f"two forwards of the same tokens return other logits, so {why}: it draws random numbers; leave them out, "

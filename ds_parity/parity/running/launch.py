@@ -20,10 +20,13 @@ from typing import Any
 
 from ds_parity.errors import HarnessError
 from ds_parity.parity.running.compiling import Compilers
+from ds_parity.parity.running.functions import working_folder
 from ds_parity.parity.running.job_folder import CALLS, LOG, emptied, written_by
 from ds_parity.parity.running.last_words import last_words
 from ds_parity.parity.running.left_behind import free_shared_memory
 
+# Characters of what a rank has said.
+_MOST_SAID = 600
 _PORTS, _TRIES = range(10_240, 32_768), 50
 
 # Torch takes an empty one for the current folder (cpp_extension.py and _appdirs.py, 2.13.0), and would leave what it
@@ -130,7 +133,7 @@ def _command(job: Job, port: int) -> list[str]:
         )
     path = emptied(job.folder) / CALLS
     path.write_text(
-        json.dumps({"import_from": [*job.import_from, str(Path.cwd())], "calls": [vars(call) for call in job.calls]})
+        json.dumps({"import_from": [*job.import_from, working_folder()], "calls": [vars(call) for call in job.calls]})
     )
     # A port of its own: two jobs on one machine would meet at the default one.
     accelerators = ["--num_accelerators", str(job.ranks), "--master_port", str(port)]
@@ -261,8 +264,13 @@ def _why(job: Job, code: int) -> str:
         title = job.calls[line["failed"]].title
         silent = [str(other) for other in range(job.ranks) if _fell_silent(job.folder, other)]
         others = f"; rank {', '.join(silent)} ended without saying why: killed, or by the launcher" if silent else ""
-        return f"rank {rank} failed in {title!r}: {line['error']}: {line['message']}{others} (log: {log})"
+        return f"rank {rank} failed in {title!r}: {line['error']}: {_short(line['message'])}{others} (log: {log})"
     return (
         f"a rank ended with code {code} {_where(job)} without saying why: it was killed, or could not start; the log "
         f"{log} says: {last_words(log)}"
     )
+
+
+def _short(message: str) -> str:
+    # torch lists all of its operators where one lacks a kernel; the log has it whole.
+    return message if len(message) <= _MOST_SAID else f"{message[:_MOST_SAID]} ..."

@@ -96,13 +96,22 @@ def run_scenario(
     return {"accelerator": half_precision.accelerator(wanted.dtype)}
 
 
-def inspect_and_run(scenario: dict[str, Any], engine: str, folder: str, hypotheses: bool = True) -> dict[str, Any]:
+def inspect_and_run(
+    scenario: dict[str, Any], engine: str, folder: str, hypotheses: bool = True, in_one: bool = False
+) -> dict[str, Any]:
     """Run one scenario as `run_scenario`, after a look at its model.
+
+    Args:
+        scenario: as plain values.
+        engine: by its name.
+        folder: for traces.
+        hypotheses: as in `run_scenario`.
+        in_one: some reference computes the rollouts of several micro-batches in one batch.
 
     Raises:
         ConfigError: the model can't be compared, whatever engine runs it.
     """
-    inspect_model(scenario)
+    inspect_model(scenario, in_one=in_one)
     return run_scenario(scenario, engine, folder, hypotheses=hypotheses)
 
 

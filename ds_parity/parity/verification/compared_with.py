@@ -99,6 +99,8 @@ def of_bare(
 def _possible(
     config: dict[str, Any], ranks: int, judges_loss: bool, **options: Any
 ) -> tuple[list[tuple[Scenario, tuple[str, ...]]], list[LeftOut]]:
+    if options.get("windows", 1) < 1:
+        raise ConfigError(f"windows = {options['windows']}: must be at least 1")
     ranks = data_parallel_ranks(config, ranks)
     ragged = Scenario("ragged", config, ranks, shape="overshoot", **options)
     # Where going beyond the target is an error, windows contain it exactly.

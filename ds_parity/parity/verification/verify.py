@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_parity.errors import ConfigError
+from ds_parity.errors import ConfigError, HarnessError
 from ds_parity.parity.comparison.compare import Comparison, compare
 from ds_parity.parity.diagnosis import NOTHING, Diagnosis, diagnose
 from ds_parity.parity.running.functions import refuse_unknown
@@ -40,6 +42,8 @@ Progress = Callable[[int, str], None]
 # Ranks import these by name: the first ends the job where it raises, the second answers with the error.
 _INSPECT_AND_RUN = "ds_parity.parity.running.tasks:inspect_and_run"
 _RUN_SCENARIO = "ds_parity.parity.running.tasks:run_scenario"
+# As run_job begins what it says.
+_OF_REFERENCE = re.compile(r"rank \d+ failed in '\w+: deepspeed(-loop)?': (?!ConfigError)")
 ATTEMPT_SCENARIO = "ds_parity.parity.running.tasks:attempt_scenario"
 
 
@@ -154,6 +158,8 @@ def verify(
         HarnessError: a rank failed, such as over a model that can't be compared, or time ran out, or another process
             verifies in `folder`.
     """
+    if isinstance(options.get("against"), str):
+        options["against"] = (options["against"],)
     if bare and tuple(options.pop("against", ()) or ("torch",)) != ("torch",):
         raise ConfigError("bare DeepSpeed is judged against torch alone: leave against (--against) out")
     runs, left_out = (of_bare if bare else scenarios)(config, ranks, **options)
@@ -161,31 +167,59 @@ def verify(
     refuse_unknown_model(scenario.model, import_from)
     if scenario.train is not None:
         refuse_unknown(scenario.train, import_from)
-    folder = folder.resolve()
+    folder = Path(folder).resolve()
     every = calls(runs, folder, bare=bare)
     # On whole windows a training function has no other ranks: what it divides by their number is another step there.
     whole = tuple(one for one in every if scenario.train and one.arguments["engine"] == "torch")
     first, *others = (one for one in every if one not in whole)
-    # The model is looked at before anything trains.
-    steps = (replace(first, function=_INSPECT_AND_RUN), *others)
+    # The model is looked at before anything trains: plain torch computes a window in one batch.
+    in_one = scenario.train is None and any("torch" in named for _, named in runs)
+    look = replace(first, function=_INSPECT_AND_RUN, arguments={**first.arguments, "in_one": in_one})
+    steps = (look, *others)
     with alone_in(folder, "verify"):
         end = time.monotonic() + timeout
-        ran = run_job(Job(steps, folder / "ranks", ranks, timeout, import_from=import_from), progress)
+        with _naming_the_reference():
+            ran = run_job(Job(steps, folder / "ranks", ranks, timeout, import_from=import_from), progress)
         if whole:
             left = max(1.0, end - time.monotonic())
             job = Job(whole, folder / "whole_windows", 1, left, import_from=import_from)
             run_job(job, lambda done, title: progress(len(steps) + done, title))
         verified = judge(runs, left_out, folder, ran[0]["accelerator"], bare=bare)
         # What known faults would make of the steps is computed where there is a difference to explain.
-        again = tuple(
-            call(one.scenario, "torch", folder, hypotheses=True)
+        differ = [
+            one
             for one in verified.outcomes
             if one.reference == "torch" and not one.comparison.equal and not one.scenario.train
-        )
-        if again:
-            run_job(Job(again, folder / "explaining", ranks, timeout, import_from=import_from))
+        ]
+        if differ:
+            again = tuple(call(one.scenario, "torch", folder, hypotheses=True) for one in differ)
+            job = Job(again, folder / "explaining", ranks, timeout, import_from=import_from)
+            # It writes the traces of plain torch anew, and the verdict stands whatever becomes of that.
+            traces = [_trace(one.scenario, one.reference, folder) for one in differ]
+            kept = {path: path.read_bytes() for path in traces}
+            try:
+                run_job(job)
+            except HarnessError as error:
+                for path, text in kept.items():
+                    path.write_bytes(text)
+                unknown = LeftOut(differ[0].scenario.name, "known faults", f"they can't be computed: {error}")
+                return replace(verified, left_out=(*verified.left_out, unknown))
             verified = judge(runs, left_out, folder, verified.accelerator, bare=bare)
     return verified
+
+
+@contextmanager
+def _naming_the_reference() -> Iterator[None]:
+    """Return a context in which an error of bare DeepSpeed, where it is a reference, is called so."""
+    try:
+        yield
+    except HarnessError as error:
+        if _OF_REFERENCE.match(str(error)):
+            raise HarnessError(
+                f"{error}. This reference is bare DeepSpeed: where it can't train what ds_parity can, give --against "
+                "torch"
+            ) from error
+        raise
 
 
 def judge(
@@ -211,7 +245,11 @@ def judge(
 
 def outcome(scenario: Scenario, reference: str, folder: Path, candidate: str = "ds_parity") -> Outcome:
     """Compare two traces of a scenario that lie in `folder`."""
-    traces = [read_trace(folder / scenario.name / f"{engine}.jsonl") for engine in (reference, candidate)]
+    traces = [read_trace(_trace(scenario, engine, folder)) for engine in (reference, candidate)]
     comparison = compare(traces[0], traces[1], TIERS[reference], scenario.dtype)
     diagnosis = diagnose(traces[0], traces[1], comparison)
     return Outcome(scenario, reference, comparison, traces[1], traces[0], diagnosis)
+
+
+def _trace(scenario: Scenario, engine: str, folder: Path) -> Path:
+    return folder / scenario.name / f"{engine}.jsonl"

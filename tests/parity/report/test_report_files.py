@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ds_parity import cli
-from ds_parity.errors import ConfigError
+from ds_parity.errors import ConfigError, HarnessError
 from ds_parity.parity.report import check, write
 from ds_parity.parity.verification import verify as harness
-from ds_parity.trace import Trace, TraceWriter
+from ds_parity.trace import Trace, TraceWriter, read_trace
 from tests.parity.report.reported import Page, contents, record, trace, weights
 
 CONFIG = Path(__file__).parents[3] / "ds_configs" / "zero2_bf16.json"
@@ -63,6 +63,48 @@ def ran(monkeypatch):
 
     monkeypatch.setattr(harness, "run_job", run)
     return jobs
+
+
+def test_a_verdict_stands_where_known_faults_cannot_be_computed(monkeypatch, tmp_path):
+    def run(job, progress=None):
+        for one in job.calls:
+            scenario, engine = one.arguments["scenario"], one.arguments["engine"]
+            odd = {2: {"grad_norm": 2.5}} if (scenario["name"], engine) == ("ragged", "torch") else {}
+            header = {"scenario": scenario["name"], "engine": engine, "ranks": 1 if engine == "torch" else 2}
+            path = left(Path(one.arguments["folder"]) / scenario["name"] / f"{engine}.jsonl", trace(3, odd, **header))
+            if job.folder.name == "explaining":
+                path.write_text("cut")
+                raise HarnessError("rank 0 failed")
+        return [{"accelerator": "cpu, made by hand"}]
+
+    monkeypatch.setattr(harness, "run_job", run)
+    verified = harness.verify(json.loads(CONFIG.read_text()), tmp_path)
+    assert [one.title for one in verified.outcomes if not one.comparison.equal] == ["ragged against torch"]
+    assert [str(one) for one in verified.left_out] == [
+        "ragged against known faults: they can't be computed: rank 0 failed"
+    ]
+    assert len(read_trace(tmp_path / "ragged" / "torch.jsonl").steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [("rank 1 failed in 'uniform: deepspeed': E: it can't", True), ("rank 1 failed in 'uniform: ds_parity': E", False)],
+)
+def test_where_bare_deepspeed_cannot_train_the_way_out_is_another_reference(monkeypatch, tmp_path, said, hint):
+    def run(job, progress=None):
+        raise HarnessError(said)
+
+    monkeypatch.setattr(harness, "run_job", run)
+    with pytest.raises(HarnessError, match=said) as raised:
+        harness.verify(json.loads(CONFIG.read_text()), tmp_path)
+    assert ("give --against torch" in str(raised.value)) is hint
+
+
+def test_a_name_of_a_reference_is_one_name_and_no_windows_are_none(tmp_path):
+    with pytest.raises(ConfigError, match="--against is 'plain': it must be"):
+        harness.verify(json.loads(CONFIG.read_text()), str(tmp_path), against="plain")
+    with pytest.raises(ConfigError, match="windows = 0: must be at least 1"):
+        harness.verify(json.loads(CONFIG.read_text()), str(tmp_path), windows=0)
 
 
 class TestCompare:

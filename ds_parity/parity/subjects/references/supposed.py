@@ -157,17 +157,24 @@ class Suppositions:
         change: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> tuple[Tensor, float | None]:
         """Return a sketch of the weights after a step with this gradient, (FOLDED,), and its norm before clipping."""
-        model, optimizer = copy.deepcopy((self._model, self._optimizer))
+        parameters, optimizer = self._copied()
         first = 0
-        for parameter in self._trained(model):
+        for parameter in self._trained(parameters):
             parameter.grad = gradient[first : first + parameter.numel()].view_as(parameter).clone()
             first += parameter.numel()
         if change is not None:
             change(optimizer)
-        norm = clipped_step(model, optimizer, self._scenario, limit)
-        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        norm = clipped_step(parameters, optimizer, self._scenario, limit)
+        weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
         assert self._sketch is not None
         return torch.tensor(self._sketch(weights), dtype=torch.float64, device="cpu").view(-1, FOLDED).sum(0), norm
+
+    def _copied(self) -> tuple[nn.ParameterList, torch.optim.Optimizer]:
+        # A model may keep what can't be copied: torch copies no output of a forward that has a graph.
+        copies = {
+            id(one): nn.Parameter(one.detach().clone(), one.requires_grad) for one in self._model.parameters()
+        }  # fmt: skip
+        return nn.ParameterList(copies.values()), copy.deepcopy(self._optimizer, {**copies})
 
     def _hypothesis(
         self, gradient: Tensor, right: Tensor, after: Tensor, loss: float | None, **other: Any
