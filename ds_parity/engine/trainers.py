@@ -15,6 +15,8 @@ UNITS = ("rollout", "token")
 """What a step may be a mean over."""
 _BY_TOKENS = ("bnpo", "cispo", "dapo", "vespo")
 _OF_GENERATION = ("cispo", "dapo", "vespo")
+# Of peft's prompts, those that are no tokens.
+_WITHOUT_TOKENS = ("PREFIX_TUNING", "CARTRIDGE")
 _BY_ROLLOUTS = ("dr_grpo", "grpo", "luspo", "sapo")
 
 
@@ -165,9 +167,16 @@ def _labels(trainer: Any, inputs: Any, items: Any, unit: str) -> Divided:
             f"install(normalise={unit!r}): ranks share sequences, and labels of a slice are not those that the Trainer "
             "divides by; leave normalise out where sequences are shared"
         )
-    if labels.ndim > 1 and "shift_labels" not in inputs and _shifts(trainer):
+    # Behind virtual tokens the first label of a row is predicted, too.
+    if labels.ndim > 1 and "shift_labels" not in inputs and _shifts(trainer) and not _has_virtual_tokens(trainer, unit):
         labels = labels[..., 1:]
     rows, tokens = len(labels), int(labels.ne(-100).sum())
+    if labels.ndim == 1 and tokens < rows and not labels.is_floating_point():
+        raise ConfigError(
+            f"install(normalise={unit!r}): {rows - tokens} of {rows} rows have the label -100, and the loss is a mean "
+            "over the others, where the step is one over all rollouts; leave such rows out of the data, or leave "
+            "normalise out"
+        )
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # older releases of transformers have none
     if scaled is None:
         _refuse_function(trainer, unit)
@@ -210,6 +219,27 @@ def _shifts(trainer: Any) -> bool:
     if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):
         model = getattr(model.base_model, "model", model.base_model)
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _has_virtual_tokens(trainer: Any, unit: str) -> bool:
+    """Whether peft puts virtual tokens, with labels of -100, in front of every row (0.21.2, peft_model.py:2150-2167).
+
+    Prefix tuning gives the model keys and values in their place. The Trainer counts its items without the first label.
+
+    Raises:
+        ConfigError: it is not known what the loss is divided by then.
+    """
+    config: Any = getattr(getattr(trainer, "model", None), "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
+        return False
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind == "CPT" or getattr(trainer, "compute_loss_func", None) is not None:
+        what = "a compute_loss_func" if kind != "CPT" else "a weight for each token (CPT)"
+        raise ConfigError(
+            f"install(normalise={unit!r}): peft puts virtual tokens in front of each row, and with {what} it is not "
+            "known over what the loss is a mean; leave normalise out"
+        )
+    return kind not in _WITHOUT_TOKENS
 
 
 def _knows_its_shift(trainer: Any) -> bool:

@@ -284,11 +284,17 @@ def framework_leaves_alone(folder):
         drive(again, [True])
         again.load_checkpoint(folder)
         drive(again, [*whole, True])
+        smaller = opened({**config(2, passes=2 * PASSES), "train_micro_batch_size_per_gpu": 2})
+        drive(smaller, whole)
+        drive(smaller, whole[:-1])
+        drive(smaller, [True], rollouts=1)
+        drive(smaller, whole)
     afterwards = opened(extended)
     return {
         "types": [type(one).__name__ for one in (without_keys, reference, direct, engine, afterwards)],
         "windows": engine.window.index,
         "short": [short.window.index, short.window.passes, short.global_samples],
+        "smaller": [smaller.window.index, smaller.window.passes, smaller.global_samples],
         "short again": [again.window.index, again.window.passes, again.global_samples],
     }
 
@@ -300,6 +306,11 @@ def test_engines_without_the_keys_or_an_optimizer_are_deepspeeds_own(two_ranks):
 
 def test_a_window_that_a_framework_cuts_short_is_a_step_and_the_next_is_whole(two_ranks):
     assert two_ranks.of(framework_leaves_alone)["short"] == [3, 0, 14]
+
+
+def test_a_window_may_end_with_a_smaller_micro_batch(two_ranks):
+    """It has all of its passes, as where the last window of an epoch does."""
+    assert two_ranks.of(framework_leaves_alone)["smaller"] == [3, 0, 3 * 4 * PASSES - 2]
 
 
 def test_a_window_that_was_cut_short_before_a_load_is_forgotten(two_ranks):

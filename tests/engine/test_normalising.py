@@ -89,6 +89,31 @@ class TestLabels:
         trainer = labelled(args=SimpleNamespace(average_tokens_across_devices=False))
         assert divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token").by == 30
 
+    @pytest.mark.parametrize(
+        ("kind", "tokens"), [("PROMPT_TUNING", 5), ("P_TUNING", 5), ("PREFIX_TUNING", 3), ("CARTRIDGE", 3), ("LORA", 3)]
+    )
+    def test_behind_virtual_tokens_the_first_label_of_a_row_is_one_of_them(self, kind, tokens):
+        config = SimpleNamespace(is_prompt_learning=kind != "LORA", peft_type=SimpleNamespace(value=kind))
+        trainer = labelled(model=SimpleNamespace(active_peft_config=config))
+        assert divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token").tokens == tokens
+        trainer = labelled(model=trainer.model, model_accepts_loss_kwargs=False)
+        assert divided_by(trainer, {"labels": LABELS}, None, "token").by == tokens * 3
+
+    @pytest.mark.parametrize(("kind", "function"), [("CPT", None), ("PROMPT_TUNING", lambda *_, **__: None)])
+    def test_what_weighs_tokens_behind_virtual_ones_is_refused(self, kind, function):
+        config = SimpleNamespace(is_prompt_learning=True, peft_type=SimpleNamespace(value=kind))
+        trainer = labelled(
+            model=SimpleNamespace(active_peft_config=config), compute_loss_func=function, loss_is_scaled_for_ga=True
+        )
+        with pytest.raises(ConfigError, match="peft puts virtual tokens in front of each row"):
+            divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token")
+
+    def test_rows_that_the_loss_leaves_out_are_refused_where_rollouts_weigh(self):
+        trainer = labelled(model_accepts_loss_kwargs=False)
+        with pytest.raises(ConfigError, match="1 of 3 rows have the label -100"):
+            divided_by(trainer, {"labels": torch.tensor([2, -100, 0])}, None, "rollout")
+        assert divided_by(trainer, {"labels": torch.tensor([2.0, -100.0, 0.0])}, None, "rollout").rollouts == 3
+
     def test_by_its_own_tokens_where_the_model_is_not_told(self):
         trainer = labelled(model_accepts_loss_kwargs=False)
         assert divided_by(trainer, {"labels": LABELS}, None, "token").by == 3 * 3
