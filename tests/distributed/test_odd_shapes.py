@@ -29,7 +29,8 @@ PRECISIONS = {
 class Odd(torch.nn.Module):
     """An image through channels_last convolutions, a transposed weight, an expanded bias, and a temperature.
 
-    Two weights are contiguous for torch, and their last stride is not 1: a convolution's of 1 x 1, and a column's.
+    Three weights are contiguous for torch, and their last stride is not 1: of a convolution of 1 x 1, a column, and one
+    element.
     """
 
     def __init__(self, rank):
@@ -38,18 +39,23 @@ class Odd(torch.nn.Module):
         self.patches = torch.nn.Conv2d(3, 4, 2, 2).to(memory_format=torch.channels_last)
         self.mix = torch.nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last)
         self.column = torch.nn.Parameter(torch.randn(1, 4).t())
+        self.single = torch.nn.Parameter(torch.rand(4)[::2][:1])
         self.head = torch.nn.Linear(4, 3)
         self.head.weight = torch.nn.Parameter(torch.randn(4, 3).t())
         self.head.bias = torch.nn.Parameter(torch.randn(1).expand(3))
         self.temperature = torch.nn.Parameter(torch.rand(()) + 1)
         assert not self.patches.weight.is_contiguous()
-        for one in (self.mix.weight, self.column):
+        for one in (self.mix.weight, self.column, self.single):
             assert one.is_contiguous()
             assert one.stride(-1) > 1
 
     def forward(self, image):
         """Return one number."""
-        found = self.mix(self.patches(image.to(self.patches.weight.dtype))).mean((2, 3)) * self.column[:, 0]
+        found = (
+            self.mix(self.patches(image.to(self.patches.weight.dtype))).mean((2, 3))
+            * self.column[:, 0]
+            * (1 + self.single)
+        )
         return (self.head(found) * self.temperature).float().pow(2).mean()
 
 

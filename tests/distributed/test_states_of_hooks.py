@@ -1,9 +1,11 @@
 """A model whose state is not what is in it: hooks rename, convert and pack, and buffers have several names, or grow."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import nn
 
@@ -130,6 +132,101 @@ class _Slashes(nn.Module):
         return self.adapters["a"](self.adapters["a/b"](x))
 
 
+class _Quantised(nn.Module):
+    """Its state has a weight in two parts, of which none is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self._register_state_dict_hook(self._divide)
+        self.register_load_state_dict_pre_hook(self._multiply)
+
+    @staticmethod
+    def _divide(module, state, prefix, _):
+        weight = state.pop(f"{prefix}weight")
+        state[f"{prefix}part"], state[f"{prefix}scale"] = weight / 4, torch.full((1,), 4.0)
+
+    @staticmethod
+    def _multiply(module, state, prefix, *_):
+        if f"{prefix}part" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}part") * state.pop(f"{prefix}scale")
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class _Swapped(nn.Module):
+    """Its state has each of two weights by the other's name."""
+
+    def __init__(self, *, trained):
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(4), requires_grad=trained) for _ in range(2))
+        self._register_state_dict_hook(self._swap)
+        self.register_load_state_dict_pre_hook(self._swap)
+
+    @staticmethod
+    def _swap(module, state, prefix, *_):
+        names = [f"{prefix}one", f"{prefix}other"]
+        if state.keys() >= set(names):
+            state[names[0]], state[names[1]] = (state[name] for name in reversed(names))
+
+    def forward(self, x):
+        return x * self.one + self.other
+
+
+class _InPlace(_Doubled):
+    """The same, and its load writes into what it is given."""
+
+    @staticmethod
+    def _halve(module, state, prefix, *_):
+        state[f"{prefix}weight"].div_(2)
+
+
+class _Numpy(nn.Module):
+    """Its state has a sum that numpy takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self._register_state_dict_hook(self._sum)
+        self.register_load_state_dict_pre_hook(self._forget)
+
+    @staticmethod
+    def _sum(module, state, prefix, _):
+        state[f"{prefix}sum"] = torch.tensor(float(state[f"{prefix}weight"].numpy().sum()))
+
+    @staticmethod
+    def _forget(module, state, prefix, *_):
+        state.pop(f"{prefix}sum", None)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class _EmptyTwice(nn.Module):
+    """A buffer without elements, under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Module()
+        self.first.register_buffer("seen", torch.empty(0))
+        self.second = self.first
+
+    def forward(self, x):
+        return x
+
+
+class _Base(nn.Module):
+    """Frozen weights, which the model's own functions may leave out of its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x):
+        return self.base(x)
+
+
 class _Later(nn.Module):
     """A buffer that is there from the first forward on."""
 
@@ -153,15 +250,25 @@ PARTS = {
     "a norm has two names": _Twice,
     "a buffer grows": _Grows,
     "names have slashes": _Slashes,
+    "a weight is quantised": _Quantised,
+    "trained weights are swapped": lambda: _Swapped(trained=True),
+    "frozen weights are swapped": lambda: _Swapped(trained=False),
+    "a load writes in place": lambda: _InPlace(trained=True),
+    "numpy takes a sum": _Numpy,
+    "an empty buffer has two names": _EmptyTwice,
+    "a load returns nothing": _Base,
+    "a state has no base": _Base,
 }
 WHOLE, ALONE, UNIVERSAL = "whole", "weights alone", "universal"
+WAYS = (WHOLE, ALONE, UNIVERSAL)
 # Packed weights are empty on ZeRO 3 when they are packed, and a whole load is refused there, by torch.
 CELLS = [
     (stage, way, name)
     for stage in (2, 3)
-    for way in (WHOLE, ALONE, UNIVERSAL)
+    for way in WAYS
     for name in PARTS
-    if (stage, way, name) != (3, WHOLE, "weights are packed")
+    # A base that is in no state is in no file below ZeRO 3.
+    if (stage, way, name) not in {(3, WHOLE, "weights are packed"), *((2, way, "a state has no base") for way in WAYS)}
 ]
 
 
@@ -175,8 +282,24 @@ class _Model(nn.Module):
         return self.part(self.layer(x)).pow(2).mean()
 
 
-def _engine(stage, part, seed, *, universal=False):
-    model = _Model(part, seed)
+class _Quiet(_Model):
+    def load_state_dict(self, *args, **kwargs):
+        super().load_state_dict(*args, **kwargs)
+
+
+class _WithoutBase(_Model):
+    def state_dict(self, *args, **kwargs):
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "base" not in name}
+
+    def load_state_dict(self, state, strict=True, **kwargs):
+        return super().load_state_dict(state, strict=False, **kwargs)
+
+
+MODELS = {"a load returns nothing": _Quiet, "a state has no base": _WithoutBase}
+
+
+def _engine(stage, name, seed, *, universal=False):
+    model = MODELS.get(name, _Model)(PARTS.get(name, name), seed)
     keys = {**config(stage, "fp32", 2, "AdamW"), "checkpoint": {"load_universal": universal}}
     trained = [one for one in model.parameters() if one.requires_grad]
     return ds_parity.initialize(model=model, model_parameters=trained, config=keys)[0]
@@ -194,8 +317,8 @@ def _held(engine):
         return {name: value.detach().tolist() for name, value in named}
 
 
-def _saved(stage, part, path):
-    engine = _engine(stage, part, 0)
+def _saved(stage, name, path):
+    engine = _engine(stage, name, 0)
     engine.backward(engine(_x(engine)), rollouts=1)
     engine.step()
     engine.save_checkpoint(path)
@@ -204,8 +327,8 @@ def _saved(stage, part, path):
     return engine
 
 
-def _loaded(way, stage, part, path, **more):
-    engine = _engine(stage, part, 1, universal=way == UNIVERSAL)
+def _loaded(way, stage, name, path, **more):
+    engine = _engine(stage, name, 1, universal=way == UNIVERSAL)
     options = {"load_optimizer_states": way != ALONE, **more}
     tag = "universal" if way == UNIVERSAL else "global_step1"
     said = refusal(lambda: engine.load_checkpoint(path, tag=tag, **options))
@@ -217,13 +340,13 @@ def states_of_hooks(folder):
     """By stage, way and part: what a load ends in, and by which names another engine's model is not what was saved."""
     results = {}
     for stage in (2, 3):
-        for number, (name, part) in enumerate(PARTS.items()):
+        for number, name in enumerate(PARTS):
             path = f"{folder}/{stage}-{number}"
-            saved = _held(_saved(stage, part, path))
-            for way in (WHOLE, ALONE, UNIVERSAL):
+            saved = _held(_saved(stage, name, path))
+            for way in WAYS:
                 if (stage, way, name) not in CELLS:
                     continue
-                said, engine = _loaded(way, stage, part, path)
+                said, engine = _loaded(way, stage, name, path)
                 held = _held(engine)
                 results[f"{stage} {way} {name}"] = [said, [one for one in saved if held.get(one) != saved[one]]]
     return from_all(results)
@@ -233,6 +356,80 @@ def states_of_hooks(folder):
 def test_a_model_has_what_was_saved(two_ranks_at_length, stage, way, name):
     for found in two_ranks_at_length.of(states_of_hooks):
         assert found[f"{stage} {way} {name}"] == ["nothing was raised", []]
+
+
+@at_length_on_two_ranks
+def states_without_a_base(folder):
+    """On ZeRO 2: what a universal load ends in where a model leaves frozen weights out of its state itself."""
+    path = f"{folder}/base"
+    _saved(2, "a state has no base", path)
+    return from_all(_loaded(UNIVERSAL, 2, "a state has no base", path)[0])
+
+
+def test_what_a_model_leaves_out_of_its_state_itself_is_not_missed(two_ranks_at_length):
+    assert two_ranks_at_length.of(states_without_a_base) == ["nothing was raised"] * 2
+
+
+@at_length_on_two_ranks
+def states_with_a_stray_folder(folder):
+    """By whose folder is in a parameter's: what a universal load ends in."""
+    path, results = Path(folder) / "stray", {}
+    _saved(2, nn.Identity, path)
+    for stray in ("layer.weight/.ipynb_checkpoints", "layer.gone"):
+        there = path / "universal" / "zero" / stray
+        if dist.get_rank() == 0:
+            there.mkdir()
+        dist.barrier()
+        results[stray] = from_all(_loaded(UNIVERSAL, 2, nn.Identity, path)[0])
+        if dist.get_rank() == 0:
+            there.rmdir()
+    return results
+
+
+def test_a_stray_folder_is_no_parameter_and_an_empty_one_is(two_ranks_at_length):
+    stray, gone = two_ranks_at_length.of(states_with_a_stray_folder).values()
+    assert stray == ["nothing was raised"] * 2
+    assert all("has no zero/layer.gone/fp32.pt" in said for said in gone)
+
+
+class _Converting(nn.Module):
+    """Its state is copied, and of a module before version 2 half of what it is since."""
+
+    def __init__(self, *, trained, version):
+        super().__init__()
+        self._version = version
+        self.weight = nn.Parameter(torch.randn(4), requires_grad=trained)
+        self._register_state_dict_hook(self._copy)
+        self._register_load_state_dict_pre_hook(self._double)
+
+    @staticmethod
+    def _copy(module, state, prefix, _):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].clone()
+
+    def _double(self, state, prefix, metadata, *_):
+        if self._version == 2 and metadata.get("version", 0) < 2 and f"{prefix}weight" in state:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@at_length_on_two_ranks
+def states_of_before(folder):
+    """By way: how many times as large as a weight that was saved is what a later version loads on ZeRO 3."""
+    results = {}
+    for way, trained in ((ALONE, True), (UNIVERSAL, False)):
+        path = f"{folder}/{way.replace(' ', '-')}"
+        saved = _held(_saved(3, lambda: _Converting(trained=trained, version=1), path))["part.weight"]  # noqa: B023
+        said, engine = _loaded(way, 3, lambda: _Converting(trained=trained, version=2), path)  # noqa: B023
+        held = _held(engine)["part.weight"]
+        results[way] = from_all([said, [one / other for one, other in zip(held, saved, strict=True)]])
+    return results
+
+
+@pytest.mark.parametrize("way", [ALONE, UNIVERSAL])
+def test_a_state_that_is_copied_is_converted_by_its_version(two_ranks_at_length, way):
+    assert two_ranks_at_length.of(states_of_before)[way] == [["nothing was raised", [2.0] * 4]] * 2
 
 
 class _More(nn.Module):

@@ -94,7 +94,9 @@ def _then_in_a_row(convert: Callable[..., None]) -> Callable[..., None]:
 
 
 def _row(data: torch.Tensor) -> torch.Tensor:
-    return data.contiguous().view(-1)
+    row = data.contiguous().view(-1)
+    # A single element keeps whatever stride it has.
+    return row if row.stride(0) == 1 else row.new_empty(row.shape).copy_(row)
 
 
 def _laid_out_as(data: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +27,42 @@ from ds_parity.errors import CheckpointError
 def changed_in_state(module: torch.nn.Module) -> dict[str, Parameter]:
     """Return by their names in a state those parameters that the state of a model does not have as they are.
 
+    What is only copied there, or moved, is as it is. All ranks call it.
+
     Args:
         module: the model.
     """
-    own = module.state_dict(keep_vars=True)
-    kept = set(map(id, own.values()))
-    named = module.named_parameters(remove_duplicate=False)
-    return {name_of_state(name): one for name, one in named if id(one) not in kept}
+    named = {name_of_state(name): one for name, one in module.named_parameters(remove_duplicate=False)}
+    own = _with_parameters(module)
+    other = {name: one for name, one in named.items() if own.get(name) is not one}
+    partitioned = {id(one): one for one in other.values() if hasattr(one, "ds_id")}
+    with GatheredParameters(list(partitioned.values())), torch.no_grad():
+        kept = [(one, one.data.clone()) for one in {id(one): one for one in other.values()}.values()]
+        try:
+            for number, (one, data) in enumerate(kept):  # a zero stays one, and two weights may be alike
+                drawn = torch.rand(data.shape, generator=torch.Generator().manual_seed(number), device="cpu")
+                one.data.copy_(25 + 100 * drawn)
+            state = module.state_dict() if other else {}
+            return {name: one for name, one in other.items() if not _is_as_it_is(state.get(name), one)}
+        finally:
+            for one, data in kept:
+                one.data.copy_(data)
+
+
+def _with_parameters(module: torch.nn.Module) -> Mapping[str, Any]:
+    """The state with the parameters themselves; of hooks that need tensors without a gradient, nothing is known."""
+    try:
+        with torch.no_grad():
+            own: Mapping[str, Any] = module.state_dict(keep_vars=True)
+            return own
+    except Exception:
+        return {}
+
+
+def _is_as_it_is(value: Any, parameter: Parameter) -> bool:
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.dtype != parameter.dtype:
+        return False
+    return torch.equal(value.to(parameter.device), parameter.data)
 
 
 def write(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> None:
@@ -63,21 +94,36 @@ def refuse_another_shape(name: str, value: torch.Tensor, parameter: Parameter) -
 
 
 @contextmanager
-def written_as_they_are(engine: Engine, are_whole: Callable[[], bool]) -> Iterator[None]:
+def written_as_they_are(engine: Engine, optional: Callable[[], set[str] | None]) -> Iterator[None]:
     """Return a context in which whole weights that are loaded into a model end as they were given, whatever hooks do.
 
     What a function of the caller's loads is its own.
 
     Args:
         engine: a bare DeepSpeed engine on ZeRO 3.
-        are_whole: whether what is loaded then has whole weights, and not what ZeRO 3 saves in their place.
+        optional: names of what hooks have made of a state, which those of the load need not know without the weights of
+            which they have made it; None where what is loaded has no whole weights, but what ZeRO 3 saves of them.
     """
 
     def behind(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, custom_load_fn: Any = None, **kwargs: Any) -> Any:
-            result = load(checkpoint, *args, custom_load_fn=custom_load_fn, **kwargs)
-            if custom_load_fn is None and are_whole():
-                write(changed_in_state(engine.module), checkpoint["module"])
+            loading = partial(load, custom_load_fn=custom_load_fn)
+            names = optional()
+            if custom_load_fn is not None or names is None:
+                return loading(checkpoint, *args, **kwargs)
+            whole = checkpoint["module"]
+            changed = {name: one for name, one in changed_in_state(engine.module).items() if name in whole}
+            given = {name: whole[name].clone() for name in changed}  # hooks may write into what they are given
+            try:
+                result = loading(checkpoint, *args, **kwargs)
+            except RuntimeError:  # torch lists what is unexpected
+                if not names & whole.keys():
+                    raise
+                less = copy(whole)  # with the attributes that torch gives a state dict (`_metadata`)
+                for name in names & whole.keys():
+                    del less[name]
+                result = loading({**checkpoint, "module": less}, *args, **kwargs)
+            write(changed, given)
             return result
 
         return loaded

@@ -102,24 +102,27 @@ def read(file: Path, *, kept: bool = False) -> dict[str, Any]:
     return state
 
 
-def beside_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
+def beside_weights(saved: Mapping[str, Any], module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what ZeRO 3 has saved of a model beside its weights, by the names in its state.
 
-    These are buffers, by all of their names, what hooks of the state have made of them, and what modules save of their
-    own. DeepSpeed lists one name of a buffer, and in place of a parameter its state has an empty tensor.
+    DeepSpeed lists one name of a buffer, and in place of a parameter its state has an empty tensor.
 
     Args:
         saved: what is in its file.
+        module: the model that loads.
+
+    Returns:
+        Buffers, by all of their names, and what modules save of their own; and what else is there, which hooks of the
+        state have made.
     """
     buffers = set(map(name_of_state, saved.get("buffer_names") or ()))
+    buffers |= {name_of_state(name) for name, _ in module.named_buffers(remove_duplicate=False)}
     shapes = (*(saved.get("param_shapes") or ()), saved.get("frozen_param_shapes"), saved.get("shared_params"))
     weights = set(map(name_of_state, chain.from_iterable(one or () for one in shapes)))
     state = {name_of_state(name): value for name, value in saved["module"].items()}
-    return {
-        name: value
-        for name, value in state.items()
-        if name in buffers or is_own_state(name) or (name not in weights and not _is_empty(value))
-    }
+    own = {name: value for name, value in state.items() if name in buffers or is_own_state(name)}
+    left = {name: value for name, value in state.items() if name not in own.keys() | weights}
+    return own, {name: value for name, value in left.items() if not _is_empty(value)}
 
 
 def _is_empty(value: Any) -> bool:
@@ -326,7 +329,8 @@ def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
         tag: of the checkpoint; None for `latest`.
         engine: a bare DeepSpeed engine.
     """
-    universal, found = engine.load_universal_checkpoint(), []
+    universal = engine.load_universal_checkpoint()
+    optional: list[set[str]] = []  # once something was collected
     if engine.zero_optimization_stage() != 3:
         yield
         return
@@ -338,26 +342,35 @@ def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
             given = kwargs.pop("tag", given)
             chosen = tag if given is None else given
             chosen = (Path(folder) / "latest").read_text().strip() if chosen is None else str(chosen)
-            found.append(_with_state_of_rank(engine, folder, chosen, collect(folder, chosen, *args, **kwargs)))
-            return found[-1]
+            whole, made = _with_state_of_rank(engine, folder, chosen, collect(folder, chosen, *args, **kwargs))
+            optional.append(made)
+            return whole
 
         return collected
 
-    with wrapped(of_deepspeed, _COLLECT, tagged), written_as_they_are(engine, lambda: bool(found)):
+    with (
+        wrapped(of_deepspeed, _COLLECT, tagged),
+        written_as_they_are(engine, lambda: optional[-1] if optional else None),
+    ):
         yield
 
 
-def _with_state_of_rank(engine: Engine, folder: str, tag: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _with_state_of_rank(
+    engine: Engine, folder: str, tag: str, weights: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str]]:
     """Return whole weights by their names in the model's state, with all else that this rank has saved of it.
+
+    The second are the names of what hooks of the state have made.
 
     DeepSpeed collects buffers of the first rank, in fp32, and nothing of what a module keeps of its own
     (utils/zero_to_fp32.py, 0.19.8).
     """
     file = Path(engine._get_ckpt_name(folder, tag))
     saved = read(file, kept=True) if file.is_file() else {"module": {}}
-    found = {name_of_state(name): value for name, value in weights.items()} | beside_weights(saved)
+    own, made = beside_weights(saved, engine.module)
+    found = made | {name_of_state(name): value for name, value in weights.items()} | own
     for names in names_of_one(engine.module):  # of a module that has several, one is collected
         known = next((name for name in names if name in found), None)
         if known is not None:
             found = {**dict.fromkeys(names, found[known]), **found}
-    return with_versions(found, saved["module"], engine.module)
+    return with_versions(found, saved["module"], engine.module), set(made)

@@ -55,12 +55,12 @@ def incomplete(engine: Engine, folder: Path, stepped: Iterable[Parameter]) -> st
 
 def _by_folder(zero: Path) -> Iterator[tuple[str, set[str]]]:
     """By the names of parameters, which may hold slashes, the names of their files."""
-    for one in zero.rglob("*"):
-        if one.is_dir():
-            files = {file.stem for file in one.glob("*.pt")}
-            # A folder of folders alone is a part of their parameters' names.
-            if files or not any(inner.is_dir() for inner in one.iterdir()):
-                yield one.relative_to(zero).as_posix(), files
+    for one in filter(Path.is_dir, zero.rglob("*")):
+        files = {file.stem for file in one.glob("*.pt")}
+        # A folder of folders alone is a part of their parameters' names, and one inside a parameter's is somebody's.
+        inside = one.parent != zero and any(one.parent.glob("*.pt"))
+        if files or not (inside or any(inner.is_dir() for inner in one.iterdir())):
+            yield one.relative_to(zero).as_posix(), files
 
 
 def _without_moments(engine: Engine, there: Mapping[str, set[str]]) -> str | None:
@@ -102,10 +102,11 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     if int(engine.zero_optimization_stage()) == WHOLE_MODEL:  # where what another engine over this model steps is left
         loaded |= stepped_by_others(engine)
     left = {name for name, one in parameters.items() if id(one) in loaded}
-    if not (set(map(name_of_state, engine.module.state_dict())) | _names(read(Path(path)))) - left:
+    own = set(map(name_of_state, engine.module.state_dict()))
+    if not (own | _names(read(Path(path)))) - left:
         return
     first = read(Path(path), kept=True)
-    there = {name: value for name, value in _saved(first, path).items() if name not in left}
+    there = {name: value for name, value in _saved(first, path, engine.module).items() if name not in left}
     held = there | _of_other_names(there, {name: one for name, one in parameters.items() if name not in left})
     as_they_are = _as_they_are(engine, held)
     given = {name: value for name, value in held.items() if name not in as_they_are}
@@ -119,8 +120,11 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     write(as_they_are, held)
     if strict:
         known = left | as_they_are.keys()
-        absent = [name for name in map(name_of_state, found.missing_keys) if name not in known]
-        _refuse_other_names(absent, found.unexpected_keys, set(map(name_of_state, of_none(engine, stepped))))
+        # A model's own load_state_dict() may return nothing, and a name of its state be known to its hooks alone.
+        missing, more = (map(name_of_state, getattr(found, f"{which}_keys", ())) for which in ("missing", "unexpected"))
+        absent = [name for name in missing if name in own - known]
+        nobodys = set(map(name_of_state, of_none(engine, stepped)))
+        _refuse_other_names(absent, [name for name in more if name not in own], nobodys)
 
 
 def _as_they_are(engine: Engine, held: Mapping[str, Any]) -> dict[str, Parameter]:
@@ -182,7 +186,7 @@ def _names(first: Mapping[str, Any]) -> set[str]:
     return set(map(name_of_state, (*first["module"], *(first.get("frozen_param_shapes") or ()))))
 
 
-def _saved(first: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _saved(first: Mapping[str, Any], path: str, module: torch.nn.Module) -> dict[str, Any]:
     """The model's state in its file, or files: whole tensors by name; of ZeRO 3 frozen weights and buffers alone."""
     file = Path(path)
     found = {name_of_state(name): value for name, value in first["module"].items()}
@@ -191,7 +195,8 @@ def _saved(first: Mapping[str, Any], path: str) -> dict[str, Any]:
         return found
     shapes = first.get("frozen_param_shapes") or {}
     parts = [read(one).get("frozen_param_fragments") or {} for one in _of_all_ranks(file, of_rank[2])]
-    return beside_weights(first) | {name_of_state(name): value for name, value in _whole(shapes, parts)}
+    own, made = beside_weights(first, module)
+    return made | own | {name_of_state(name): value for name, value in _whole(shapes, parts)}
 
 
 def _of_all_ranks(file: Path, ending: str) -> list[Path]:
