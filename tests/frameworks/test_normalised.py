@@ -18,6 +18,16 @@ def by_trainer(stage, dtype, folder, **options):
     return recorded(transformers.Trainer)(model=model(), args=given, train_dataset=data)
 
 
+def by_prompt(stage, dtype, folder, **options):
+    """The same behind virtual tokens; each row has 12 labels."""
+    import peft
+
+    data = sentences(WINDOWS * STEPS * 4)
+    given = arguments(transformers.TrainingArguments, True, stage, dtype, folder, **options)
+    tuned = peft.get_peft_model(model(), peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    return recorded(transformers.Trainer)(model=tuned, args=given, train_dataset=data)
+
+
 def by_sft(stage, dtype, folder, **options):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -53,7 +63,7 @@ def by_dpo(stage, dtype, folder, **options):
     )
 
 
-MADE = {"Trainer": by_trainer, "SFT": by_sft, "GRPO": by_grpo, "DPO": by_dpo}
+MADE = {"Trainer": by_trainer, "prompt": by_prompt, "SFT": by_sft, "GRPO": by_grpo, "DPO": by_dpo}
 RIGHT = [
     ("Trainer", "token", 2, "fp32", {}),
     ("Trainer", "token", 3, "bf16", {}),
@@ -100,6 +110,8 @@ REFUSED = {
 for kind, normalise, stage, dtype, options in RIGHT:
     for unit in (None, normalise):
         on_two_ranks.call(trained, kind=kind, normalise=unit, stage=stage, dtype=dtype, options=options)
+for unit in (None, "token"):
+    on_two_ranks.call(trained, kind="prompt", normalise=unit, stage=2, dtype="fp32", options={})
 for kind, (given, _) in REFUSED.items():
     on_two_ranks.call(refused, kind=kind, **given)
 on_two_ranks.call(beside_deepspeeds_own)
@@ -120,6 +132,15 @@ def test_a_trainer_that_is_right_makes_the_same_steps_but_for_rounding(
     )
     assert [one["lr"] for one in ours["steps"]] == [one["lr"] for one in own["steps"]]
     assert ours["last"]["loss"] == pytest.approx(own["last"]["loss"], rel=near, abs=near)
+
+
+def test_behind_virtual_tokens_the_first_label_of_a_row_is_counted(framework_ranks):
+    """The Trainer divides by 11 labels of a row, and the loss is over 12."""
+    own, ours = (
+        framework_ranks.of(trained, kind="prompt", normalise=unit, stage=2, dtype="fp32", options={})["steps"][0]
+        for unit in (None, "token")
+    )
+    assert ours["grad_norm"] == pytest.approx(own["grad_norm"] * 11 / 12, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
