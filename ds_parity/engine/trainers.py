@@ -233,13 +233,15 @@ def _has_virtual_tokens(trainer: Any, unit: str) -> bool:
     if not getattr(config, "is_prompt_learning", False):
         return False
     kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind in _WITHOUT_TOKENS:
+        return False
     if kind == "CPT" or getattr(trainer, "compute_loss_func", None) is not None:
         what = "a compute_loss_func" if kind != "CPT" else "a weight for each token (CPT)"
         raise ConfigError(
             f"install(normalise={unit!r}): peft puts virtual tokens in front of each row, and with {what} it is not "
             "known over what the loss is a mean; leave normalise out"
         )
-    return kind not in _WITHOUT_TOKENS
+    return True
 
 
 def _knows_its_shift(trainer: Any) -> bool:

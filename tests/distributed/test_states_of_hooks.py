@@ -203,6 +203,48 @@ class _Numpy(nn.Module):
         return x * self.weight
 
 
+class _Guarded(_Doubled):
+    """The same, and it lets pass what is empty."""
+
+    @staticmethod
+    def _double(module, state, prefix, _):
+        if state[f"{prefix}weight"].numel():
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+    @staticmethod
+    def _halve(module, state, prefix, *_):
+        if state[f"{prefix}weight"].numel():
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+class _Checked(_Doubled):
+    """The same, and it refuses what is drawn to see whether it converts."""
+
+    @staticmethod
+    def _double(module, state, prefix, _):
+        drawn = 0.25 + torch.rand(4, generator=torch.Generator().manual_seed(0))
+        assert not torch.equal(state[f"{prefix}weight"].cpu(), drawn)
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+
+class _QuantisedBesideABuffer(_Quantised):
+    """The same beside a buffer that is doubled, and that a load halves in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.randn(4))
+        self._register_state_dict_hook(self._twice)
+        self.register_load_state_dict_pre_hook(self._half)
+
+    @staticmethod
+    def _twice(module, state, prefix, _):
+        state[f"{prefix}mean"] = state[f"{prefix}mean"] * 2
+
+    @staticmethod
+    def _half(module, state, prefix, *_):
+        state[f"{prefix}mean"].div_(2)
+
+
 class _EmptyTwice(nn.Module):
     """A buffer without elements, under two names."""
 
@@ -256,6 +298,9 @@ PARTS = {
     "a load writes in place": lambda: _InPlace(trained=True),
     "numpy takes a sum": _Numpy,
     "an empty buffer has two names": _EmptyTwice,
+    "what is empty passes": lambda: _Guarded(trained=True),
+    "what is drawn is refused": lambda: _Checked(trained=True),
+    "a buffer is halved in place": _QuantisedBesideABuffer,
     "a load returns nothing": _Base,
     "a state has no base": _Base,
 }
@@ -430,6 +475,59 @@ def states_of_before(folder):
 @pytest.mark.parametrize("way", [ALONE, UNIVERSAL])
 def test_a_state_that_is_copied_is_converted_by_its_version(two_ranks_at_length, way):
     assert two_ranks_at_length.of(states_of_before)[way] == [["nothing was raised", [2.0] * 4]] * 2
+
+
+class _PackedTogether(_Packed):
+    """A weight and a buffer lie in one tensor of its state."""
+
+    def __init__(self):
+        super().__init__(weights=False)
+        del self.one
+        self.one = nn.Parameter(torch.randn(4))
+
+
+@at_length_on_two_ranks
+def weights_packed_with_buffers(folder):
+    """By strictness: what a load of weights alone ends in on ZeRO 3, where neither can be told from the file."""
+    path = f"{folder}/together"
+    _saved(3, _PackedTogether, path)
+    loads = {strict: _loaded(ALONE, 3, _PackedTogether, path, load_module_strict=strict)[0] for strict in (True, False)}
+    return from_all(loads)
+
+
+def test_a_buffer_that_lies_beside_a_weight_is_refused_and_not_left(two_ranks_at_length):
+    for found in two_ranks_at_length.of(weights_packed_with_buffers):
+        assert all(said.startswith("CheckpointError") for said in found.values()), found
+
+
+class _NewBuffer(nn.Module):
+    """A buffer that came since, and which hooks give an older name."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("new_mean", torch.randn(4))
+        self._register_state_dict_hook(_Renamed._older)
+        self.register_load_state_dict_pre_hook(_Renamed._newer)
+
+    def forward(self, x):
+        return x + self.new_mean
+
+
+@at_length_on_two_ranks
+def states_without_a_buffer(folder):
+    """By stage: what a universal load ends in where the checkpoint lacks what hooks rename."""
+    results = {}
+    for stage in (2, 3):
+        path = f"{folder}/new-{stage}"
+        _saved(stage, nn.Identity, path)
+        results[stage] = from_all(_loaded(UNIVERSAL, stage, _NewBuffer, path)[0])
+    return results
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_hooks_rename_is_missed_too(two_ranks_at_length, stage):
+    for said in two_ranks_at_length.of(states_without_a_buffer)[str(stage)]:
+        assert said.startswith("CheckpointError: the universal checkpoint has no part.new_mean")
 
 
 class _More(nn.Module):

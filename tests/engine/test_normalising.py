@@ -108,6 +108,15 @@ class TestLabels:
         with pytest.raises(ConfigError, match="peft puts virtual tokens in front of each row"):
             divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token")
 
+    def test_a_function_beside_prompts_that_are_no_tokens_is_asked_as_without_them(self):
+        config = SimpleNamespace(is_prompt_learning=True, peft_type=SimpleNamespace(value="PREFIX_TUNING"))
+        trainer = labelled(
+            model=SimpleNamespace(active_peft_config=config),
+            compute_loss_func=lambda *_, **__: None,
+            loss_is_scaled_for_ga=True,
+        )
+        assert divided_by(trainer, {"labels": LABELS}, torch.tensor(30), "token").tokens == 3
+
     def test_rows_that_the_loss_leaves_out_are_refused_where_rollouts_weigh(self):
         trainer = labelled(model_accepts_loss_kwargs=False)
         with pytest.raises(ConfigError, match="1 of 3 rows have the label -100"):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -24,39 +23,38 @@ from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.errors import CheckpointError
 
 
-def changed_in_state(module: torch.nn.Module) -> dict[str, Parameter]:
-    """Return by their names in a state those parameters that the state of a model does not have as they are.
+def changed_in_state(module: torch.nn.Module, looked_at: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return those parameters that the state of a model does not have as they are.
 
-    What is only copied there, or moved, is as it is. All ranks call it.
+    What is only copied there, or moved, is as it is. All ranks call it, and all of these are gathered for a while.
 
     Args:
         module: the model.
+        looked_at: parameters of it by their names in its state.
     """
-    named = {name_of_state(name): one for name, one in module.named_parameters(remove_duplicate=False)}
-    own = _with_parameters(module)
-    other = {name: one for name, one in named.items() if own.get(name) is not one}
-    partitioned = {id(one): one for one in other.values() if hasattr(one, "ds_id")}
+    partitioned = {id(one): one for one in looked_at.values() if hasattr(one, "ds_id")}
     with GatheredParameters(list(partitioned.values())), torch.no_grad():
+        own = _state(module, as_parameters=True)  # nothing where hooks need tensors without a gradient
+        other = {name: one for name, one in looked_at.items() if own.get(name) is not one}
         kept = [(one, one.data.clone()) for one in {id(one): one for one in other.values()}.values()]
         try:
-            for number, (one, data) in enumerate(kept):  # a zero stays one, and two weights may be alike
-                drawn = torch.rand(data.shape, generator=torch.Generator().manual_seed(number), device="cpu")
-                one.data.copy_(25 + 100 * drawn)
-            state = module.state_dict() if other else {}
+            for number, (one, _) in enumerate(kept):  # a zero stays one when it is doubled, and two may be alike
+                drawn = torch.rand(one.shape, generator=torch.Generator().manual_seed(number), device="cpu")
+                one.data.copy_(0.25 + drawn if one.is_floating_point() else 25 + 100 * drawn)
+            state = _state(module) if other else {}
+            # Hooks may refuse such values; then all that is not known to be as it is counts as changed.
             return {name: one for name, one in other.items() if not _is_as_it_is(state.get(name), one)}
         finally:
             for one, data in kept:
                 one.data.copy_(data)
 
 
-def _with_parameters(module: torch.nn.Module) -> Mapping[str, Any]:
-    """The state with the parameters themselves; of hooks that need tensors without a gradient, nothing is known."""
+def _state(module: torch.nn.Module, *, as_parameters: bool = False) -> Mapping[str, Any]:
     try:
-        with torch.no_grad():
-            own: Mapping[str, Any] = module.state_dict(keep_vars=True)
-            return own
+        state: Mapping[str, Any] = module.state_dict(keep_vars=True) if as_parameters else module.state_dict()
     except Exception:
         return {}
+    return state
 
 
 def _is_as_it_is(value: Any, parameter: Parameter) -> bool:
@@ -93,40 +91,65 @@ def refuse_another_shape(name: str, value: torch.Tensor, parameter: Parameter) -
         )
 
 
+def has_own_load(module: torch.nn.Module) -> bool:
+    """Return whether a model loads a state in a way of its own, which may be less strict, or say nothing of names."""
+    return type(module).load_state_dict is not torch.nn.Module.load_state_dict
+
+
 @contextmanager
-def written_as_they_are(engine: Engine, optional: Callable[[], set[str] | None]) -> Iterator[None]:
+def written_as_they_are(engine: Engine, made: Callable[[], set[str] | None]) -> Iterator[None]:
     """Return a context in which whole weights that are loaded into a model end as they were given, whatever hooks do.
 
     What a function of the caller's loads is its own.
 
     Args:
         engine: a bare DeepSpeed engine on ZeRO 3.
-        optional: names of what hooks have made of a state, which those of the load need not know without the weights of
+        made: names of what hooks have made of a state, which those of the load need not know without the weights of
             which they have made it; None where what is loaded has no whole weights, but what ZeRO 3 saves of them.
     """
 
     def behind(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, custom_load_fn: Any = None, **kwargs: Any) -> Any:
-            loading = partial(load, custom_load_fn=custom_load_fn)
-            names = optional()
+            loading, names = partial(load, checkpoint, *args, custom_load_fn=custom_load_fn, **kwargs), made()
             if custom_load_fn is not None or names is None:
-                return loading(checkpoint, *args, **kwargs)
-            whole = checkpoint["module"]
-            changed = {name: one for name, one in changed_in_state(engine.module).items() if name in whole}
+                return loading()
+            whole, named = checkpoint["module"], engine.module.named_parameters(remove_duplicate=False)
+            there = {key: one for name, one in named if (key := name_of_state(name)) in whole}
+            changed = changed_in_state(engine.module, there)
             given = {name: whole[name].clone() for name in changed}  # hooks may write into what they are given
-            try:
-                result = loading(checkpoint, *args, **kwargs)
-            except RuntimeError:  # torch lists what is unexpected
-                if not names & whole.keys():
-                    raise
-                less = copy(whole)  # with the attributes that torch gives a state dict (`_metadata`)
-                for name in names & whole.keys():
-                    del less[name]
-                result = loading({**checkpoint, "module": less}, *args, **kwargs)
+            with _strict_but_for(engine.module, set(changed), names if changed else set()):
+                result = loading()
             write(changed, given)
             return result
 
         return loaded
 
     with wrapped(engine, "load_module_state_dict", behind):
+        yield
+
+
+@contextmanager
+def _strict_but_for(module: torch.nn.Module, changed: set[str], made: set[str]) -> Iterator[None]:
+    """Return a context in which a strict load minds neither these names of parameters, nor what hooks have made."""
+
+    def minding(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(state: Mapping[str, Any], strict: bool = True, **options: Any) -> Any:
+            found = load(state, strict=False, **options)
+            missing = [name for name in found.missing_keys if name_of_state(name) not in changed]
+            unexpected = [name for name in found.unexpected_keys if name_of_state(name) not in changed | made]
+            said = [
+                f"{which} key(s) in state_dict: {', '.join(f'{name!r}' for name in names)}."
+                for which, names in (("Missing", missing), ("Unexpected", unexpected))
+                if names
+            ]
+            if strict and said:  # as torch says it
+                raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {' '.join(said)}")
+            return found
+
+        return loaded
+
+    if not changed or has_own_load(module):
+        yield
+        return
+    with wrapped(module, "load_state_dict", minding):
         yield

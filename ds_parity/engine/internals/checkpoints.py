@@ -330,7 +330,7 @@ def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
         engine: a bare DeepSpeed engine.
     """
     universal = engine.load_universal_checkpoint()
-    optional: list[set[str]] = []  # once something was collected
+    made_by_hooks: list[set[str]] = []  # once something was collected
     if engine.zero_optimization_stage() != 3:
         yield
         return
@@ -343,14 +343,14 @@ def weights_of(tag: Any, engine: Engine) -> Iterator[None]:
             chosen = tag if given is None else given
             chosen = (Path(folder) / "latest").read_text().strip() if chosen is None else str(chosen)
             whole, made = _with_state_of_rank(engine, folder, chosen, collect(folder, chosen, *args, **kwargs))
-            optional.append(made)
+            made_by_hooks.append(made)
             return whole
 
         return collected
 
     with (
         wrapped(of_deepspeed, _COLLECT, tagged),
-        written_as_they_are(engine, lambda: optional[-1] if optional else None),
+        written_as_they_are(engine, lambda: made_by_hooks[-1] if made_by_hooks else None),
     ):
         yield
 

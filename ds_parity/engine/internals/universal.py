@@ -10,7 +10,12 @@ from typing import Any, Final
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-from ds_parity.engine.internals.changed_in_state import changed_in_state, refuse_another_shape, write
+from ds_parity.engine.internals.changed_in_state import (
+    changed_in_state,
+    has_own_load,
+    refuse_another_shape,
+    write,
+)
 from ds_parity.engine.internals.checkpoints import beside_weights, read, saved_in_parts
 from ds_parity.engine.internals.model_names import name_of_state, with_versions
 from ds_parity.engine.internals.newcomers import stepped_by_others
@@ -106,32 +111,29 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     if not (own | _names(read(Path(path)))) - left:
         return
     first = read(Path(path), kept=True)
-    there = {name: value for name, value in _saved(first, path, engine.module).items() if name not in left}
+    saved, made = _saved(first, path, engine.module)
+    there = {name: value for name, value in saved.items() if name not in left}
     held = there | _of_other_names(there, {name: one for name, one in parameters.items() if name not in left})
-    as_they_are = _as_they_are(engine, held)
-    given = {name: value for name, value in held.items() if name not in as_they_are}
-    partitioned = {id(one): one for name in given if hasattr(one := parameters.get(name), "ds_id")}
-    for name in given.keys() & parameters.keys():
-        if id(parameters[name]) in partitioned:
-            refuse_another_shape(name, given[name], parameters[name])
-    with GatheredParameters(list(partitioned.values()), modifier_rank=0):
+    # On ZeRO 3 no hook of the state has converted frozen weights, and those of the load would convert them back.
+    partitioned = {name: one for name, one in parameters.items() if name in held and hasattr(one, "ds_id")}
+    for name, one in partitioned.items():
+        refuse_another_shape(name, held[name], one)
+    changed = changed_in_state(engine.module, partitioned)
+    as_they_are = {name: held[name].clone() for name in changed}  # hooks may write into what they are given
+    with GatheredParameters(list({id(one): one for one in partitioned.values()}.values()), modifier_rank=0):
         # What a rank writes into a gathered parameter is the first one's anyway.
-        found = engine.module.load_state_dict(with_versions(given, first["module"], engine.module), strict=False)
-    write(as_they_are, held)
+        found = engine.module.load_state_dict(with_versions(held, first["module"], engine.module), strict=False)
+    write(changed, as_they_are)
     if strict:
-        known = left | as_they_are.keys()
-        # A model's own load_state_dict() may return nothing, and a name of its state be known to its hooks alone.
         missing, more = (map(name_of_state, getattr(found, f"{which}_keys", ())) for which in ("missing", "unexpected"))
-        absent = [name for name in missing if name in own - known]
-        nobodys = set(map(name_of_state, of_none(engine, stepped)))
-        _refuse_other_names(absent, [name for name in more if name not in own], nobodys)
-
-
-def _as_they_are(engine: Engine, held: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Those of what was saved that no hook of the state has converted, and whose module's hooks would convert them."""
-    if int(engine.zero_optimization_stage()) != WHOLE_MODEL:
-        return {}
-    return {name: one for name, one in changed_in_state(engine.module).items() if name in held}
+        absent = [name for name in missing if name not in left | changed.keys()]
+        if has_own_load(engine.module):  # it may return nothing, and leave out of its state what it does not load
+            absent = [name for name in absent if name in own]
+        unexpected = [name for name in more if name not in changed]
+        # What hooks have made of weights need not be known where these are there without them.
+        if made.intersection(unexpected) and (changed or changed_in_state(engine.module, parameters)):
+            unexpected = [name for name in unexpected if name not in made]
+        _refuse_other_names(absent, unexpected, set(map(name_of_state, of_none(engine, stepped))))
 
 
 def _refuse_other_names(absent: list[str], unexpected: list[str], nobodys: set[str]) -> None:
@@ -186,17 +188,20 @@ def _names(first: Mapping[str, Any]) -> set[str]:
     return set(map(name_of_state, (*first["module"], *(first.get("frozen_param_shapes") or ()))))
 
 
-def _saved(first: Mapping[str, Any], path: str, module: torch.nn.Module) -> dict[str, Any]:
-    """The model's state in its file, or files: whole tensors by name; of ZeRO 3 frozen weights and buffers alone."""
+def _saved(first: Mapping[str, Any], path: str, module: torch.nn.Module) -> tuple[dict[str, Any], set[str]]:
+    """The model's state in its file, or files: whole tensors by name; of ZeRO 3 frozen weights and buffers alone.
+
+    The second are the names of what hooks of the state have made there.
+    """
     file = Path(path)
     found = {name_of_state(name): value for name, value in first["module"].items()}
     of_rank = _OF_RANK.fullmatch(file.name)
     if of_rank is None:
-        return found
+        return found, set()
     shapes = first.get("frozen_param_shapes") or {}
     parts = [read(one).get("frozen_param_fragments") or {} for one in _of_all_ranks(file, of_rank[2])]
     own, made = beside_weights(first, module)
-    return made | own | {name_of_state(name): value for name, value in _whole(shapes, parts)}
+    return made | own | {name_of_state(name): value for name, value in _whole(shapes, parts)}, set(made)
 
 
 def _of_all_ranks(file: Path, ending: str) -> list[Path]:
