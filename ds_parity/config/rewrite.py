@@ -6,6 +6,7 @@ from typing import Any
 
 from ds_parity.config.autotp import TENSOR_PARALLEL, autotp_size
 from ds_parity.config.faults import ABSENT, Fault, refuse
+from ds_parity.config.features import Wanted
 from ds_parity.config.handed_on import comments
 from ds_parity.config.load import plain_copy
 from ds_parity.config.refusals import refusals
@@ -38,6 +39,12 @@ _WHOLE_LOGITS_WHY = (
     "embedding, and a loss of one's own would take them for all; write true for a loss that knows of the parts"
 )
 _AUTO_WHY = 'left as it is while train_micro_batch_size_per_gpu is "auto": what fills that in settles the batch'
+
+
+# Each section has a switch of its own.
+_CURRICULUM = tuple(
+    f"data_efficiency{section}.enabled" for section in ("", ".data_sampling", ".data_sampling.curriculum_learning")
+)
 
 
 @dataclass(frozen=True)
@@ -198,6 +205,18 @@ class _Batch:
                 yield Fault(key, given, rule, of_loops + self._way_out_of_steps(given))
             elif key == BATCH:
                 yield from self._batch_faults(given)
+        yield from self._faults_of_a_curriculum(config)
+
+    def _faults_of_a_curriculum(self, config: Mapping[str, Any]) -> Iterator[Fault]:
+        # DeepSpeedDataSampler moves it once for as many samples as a step is told to have (runtime/data_pipeline/
+        # data_sampling/data_sampler.py, 0.19.8), and not by steps.
+        wanted = Wanted(config)
+        if (self.settings.passes and self.passes % self.ranks == 0) or not all(map(wanted.on, _CURRICULUM)):
+            return
+        rule = f"its difficulty moves once for {self.steps} micro-batches a rank, and not once a step: {self.steps_why}"
+        multiple = f"make {PASSES} a multiple of the {self.ranks} data-parallel ranks"
+        own = f"give {PASSES}, the passes of all ranks in each window (also where step() ends it)"
+        yield Fault(_CURRICULUM[-1], True, rule, multiple if self.settings.passes else own)
 
     def _batch_faults(self, given: int) -> Iterator[Fault]:
         micro = self.settings.train_micro_batch_size_per_gpu

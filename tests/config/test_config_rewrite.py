@@ -92,6 +92,27 @@ def test_a_batch_size_that_contradicts_the_passes_is_refused_with_the_arithmetic
         assert word in text
 
 
+CURRICULUM = {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"gradient_accumulation_passes": 5}, "5 passes / 2 data-parallel ranks = 2.5, rounded up to 3 passes a rank"),
+        ({"gradient_accumulation_passes": ABSENT, "ds_parity": {"boundary": "caller"}}, "told of one pass a rank"),
+    ],
+)
+def test_a_curriculum_that_would_not_move_once_a_step_is_refused(keys, said):
+    own = {key: value for key, value in config(data_efficiency=CURRICULUM, **keys).items() if value is not ABSENT}
+    told = message(own)
+    assert "data_efficiency.data_sampling.curriculum_learning.enabled = true: its difficulty moves once for" in told
+    assert said in told
+    whole = {**own, "gradient_accumulation_passes": 6}
+    assert rewrite(whole, 2).config["data_efficiency"] == CURRICULUM
+    off = {**CURRICULUM, "data_sampling": {**CURRICULUM["data_sampling"], "enabled": False}}
+    assert rewrite({**own, "data_efficiency": off}, 2).config["data_efficiency"] == off
+
+
 def test_an_auto_micro_batch_size_leaves_the_triple_to_whoever_fills_it_in():
     keys = config(train_micro_batch_size_per_gpu="auto", train_batch_size="auto", gradient_accumulation_steps="auto")
     result = rewrite(keys, 2)
