@@ -455,6 +455,20 @@ def universal_of_an_extra_state(folder):
     return from_all([said, getattr(engine.module.tied_modules["scale"], "given", None)])
 
 
+@at_length_on_two_ranks
+@alone_in_the_process
+def universal_of_more(folder):
+    """By strictness: what a load ends in of a layer that was saved with a buffer, and has none."""
+    layers = [[LayerSpec(kind), *(LayerSpec(nn.Linear, 6, 6) for _ in range(3))] for kind in (Masked, nn.Identity)]
+    saved(pipeline(layers[0]), f"{folder}/more")
+    copy_layers(f"{folder}/more")
+    said = [
+        refusal(lambda: pipeline(layers[1]).load_checkpoint(f"{folder}/more", load_module_strict=strict))  # noqa: B023
+        for strict in (True, False)
+    ]
+    return from_all(said)
+
+
 class Masked(nn.Module):
     """Has a buffer of what is no number, which it does not use."""
 
@@ -610,6 +624,13 @@ def test_a_checkpoint_that_was_not_converted_is_said_to_be_none(two_ranks_at_len
     for said, _ in two_ranks_at_length.of(universal_of_other_pipelines)["no universal one"]:
         assert said.startswith("CheckpointError")
         assert "the tag names no universal checkpoint" in said
+
+
+def test_a_buffer_that_a_layer_has_not_is_refused_on_every_rank(two_ranks_at_length):
+    for strict, lenient in two_ranks_at_length.of(universal_of_more):
+        assert strict.startswith("CheckpointError")
+        assert "it has mask in layer_00-model_states.pt, and this model's layer has not" in strict
+        assert lenient == "nothing was raised"
 
 
 @pytest.mark.parametrize("name", ["the same", "the same groups"])

@@ -63,7 +63,7 @@ def refused(
     if unlike := _of_another_stage(model, folder, trained, saved_places):
         return f"{unlike}. {_WITHOUT}"
     unlike = _unlike(model, folder, trained, strict=strict)
-    return unlike or (_without_a_file(model, trained) if strict else None)
+    return unlike or (_without_a_file(model, trained) or _surplus(model, folder) if strict else None)
 
 
 def refused_as_it_is(
@@ -286,6 +286,21 @@ def _without_a_file(model: Any, trained: set[int]) -> str | None:
                 f"no file of a layer has tied_modules.{key}.{lost[0]}, a frozen weight or a buffer that this stage "
                 "uses by a forward_fn. Nothing was loaded; give load_module_strict=False to keep what this engine has"
             )
+    return None
+
+
+def _surplus(model: Any, folder: Path) -> str | None:
+    """What a file of a layer has that this layer has not: a buffer, or a frozen weight."""
+    for number, layer in enumerate(model.forward_funcs):
+        file = Path(model.ckpt_layer_path(str(folder), number))
+        if isinstance(layer, torch.nn.Module) and file.is_file():
+            own = layer.state_dict()
+            more = next((name for name in read(file) if name not in own), None)
+            if more is not None:
+                return (
+                    f"it has {more} in {file.name}, and this model's layer has not. Nothing was loaded; load it into "
+                    "the pipeline that was saved, or give load_module_strict=False to leave it out"
+                )
     return None
 
 
