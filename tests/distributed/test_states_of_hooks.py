@@ -222,7 +222,7 @@ class _Checked(_Doubled):
 
     @staticmethod
     def _double(module, state, prefix, _):
-        drawn = 0.25 + torch.rand(4, generator=torch.Generator().manual_seed(0))
+        drawn = 2 * torch.rand(4, generator=torch.Generator().manual_seed(0)) - 1
         assert not torch.equal(state[f"{prefix}weight"].cpu(), drawn)
         state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
 
@@ -243,6 +243,41 @@ class _QuantisedBesideABuffer(_Quantised):
     @staticmethod
     def _half(module, state, prefix, *_):
         state[f"{prefix}mean"].div_(2)
+
+
+class _Transposed(nn.Module):
+    """Its state has a frozen weight in another shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3), requires_grad=False)
+        self._register_state_dict_hook(self._turn)
+        self.register_load_state_dict_pre_hook(self._turn)
+
+    @staticmethod
+    def _turn(module, state, prefix, *_):
+        if state.get(f"{prefix}weight", torch.empty(0)).dim() == 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class _Absolute(_Doubled):
+    """A frozen weight below 0, of which the state has the size."""
+
+    def __init__(self):
+        super().__init__(trained=False)
+        self.weight.data.abs_().neg_()
+
+    @staticmethod
+    def _double(module, state, prefix, _):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].abs()
+
+    @staticmethod
+    def _halve(module, state, prefix, *_):
+        if f"{prefix}weight" in state:
+            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
 
 
 class _EmptyTwice(nn.Module):
@@ -301,11 +336,16 @@ PARTS = {
     "what is empty passes": lambda: _Guarded(trained=True),
     "what is drawn is refused": lambda: _Checked(trained=True),
     "a buffer is halved in place": _QuantisedBesideABuffer,
+    "a frozen weight is transposed": _Transposed,
+    "a frozen weight loses its sign": _Absolute,
+    "a quantised weight beside an own load": _Quantised,
+    "a state has no base, by its object": _Base,
     "a load returns nothing": _Base,
     "a state has no base": _Base,
 }
 WHOLE, ALONE, UNIVERSAL = "whole", "weights alone", "universal"
 WAYS = (WHOLE, ALONE, UNIVERSAL)
+WITHOUT_BASE = ("a state has no base", "a state has no base, by its object")
 # Packed weights are empty on ZeRO 3 when they are packed, and a whole load is refused there, by torch.
 CELLS = [
     (stage, way, name)
@@ -313,7 +353,12 @@ CELLS = [
     for way in WAYS
     for name in PARTS
     # A base that is in no state is in no file below ZeRO 3.
-    if (stage, way, name) not in {(3, WHOLE, "weights are packed"), *((2, way, "a state has no base") for way in WAYS)}
+    if (stage, way, name)
+    not in {
+        (3, WHOLE, "weights are packed"),
+        (3, ALONE, "a frozen weight is transposed"),
+        *((2, way, name) for way in WAYS for name in WITHOUT_BASE),
+    }
 ]
 
 
@@ -340,7 +385,27 @@ class _WithoutBase(_Model):
         return super().load_state_dict(state, strict=False, **kwargs)
 
 
-MODELS = {"a load returns nothing": _Quiet, "a state has no base": _WithoutBase}
+class _Patched(_Model):
+    """The same by functions of the object, as adapters are often made."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        state, load = self.state_dict, self.load_state_dict
+        self.state_dict = lambda **more: {name: one for name, one in state(**more).items() if "base" not in name}
+        self.load_state_dict = lambda given, strict=True, **more: load(given, strict=False, **more)
+
+
+class _PassingOn(_Model):
+    def load_state_dict(self, state, strict=True, **kwargs):
+        return super().load_state_dict(state, strict=strict, **kwargs)
+
+
+MODELS = {
+    "a load returns nothing": _Quiet,
+    "a state has no base": _WithoutBase,
+    "a state has no base, by its object": _Patched,
+    "a quantised weight beside an own load": _PassingOn,
+}
 
 
 def _engine(stage, name, seed, *, universal=False):
@@ -406,13 +471,16 @@ def test_a_model_has_what_was_saved(two_ranks_at_length, stage, way, name):
 @at_length_on_two_ranks
 def states_without_a_base(folder):
     """On ZeRO 2: what a universal load ends in where a model leaves frozen weights out of its state itself."""
-    path = f"{folder}/base"
-    _saved(2, "a state has no base", path)
-    return from_all(_loaded(UNIVERSAL, 2, "a state has no base", path)[0])
+    said = []
+    for number, name in enumerate(WITHOUT_BASE):
+        path = f"{folder}/base-{number}"
+        _saved(2, name, path)
+        said.append(_loaded(UNIVERSAL, 2, name, path)[0])
+    return from_all(said)
 
 
 def test_what_a_model_leaves_out_of_its_state_itself_is_not_missed(two_ranks_at_length):
-    assert two_ranks_at_length.of(states_without_a_base) == ["nothing was raised"] * 2
+    assert two_ranks_at_length.of(states_without_a_base) == [["nothing was raised"] * 2] * 2
 
 
 @at_length_on_two_ranks

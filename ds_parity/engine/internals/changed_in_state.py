@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ def changed_in_state(module: torch.nn.Module, looked_at: Mapping[str, Parameter]
         try:
             for number, (one, _) in enumerate(kept):  # a zero stays one when it is doubled, and two may be alike
                 drawn = torch.rand(one.shape, generator=torch.Generator().manual_seed(number), device="cpu")
-                one.data.copy_(0.25 + drawn if one.is_floating_point() else 25 + 100 * drawn)
+                one.data.copy_(2 * drawn - 1 if one.is_floating_point() else 25 + 100 * drawn)
             state = _state(module) if other else {}
             # Hooks may refuse such values; then all that is not known to be as it is counts as changed.
             return {name: one for name, one in other.items() if not _is_as_it_is(state.get(name), one)}
@@ -93,7 +94,8 @@ def refuse_another_shape(name: str, value: torch.Tensor, parameter: Parameter) -
 
 def has_own_load(module: torch.nn.Module) -> bool:
     """Return whether a model loads a state in a way of its own, which may be less strict, or say nothing of names."""
-    return type(module).load_state_dict is not torch.nn.Module.load_state_dict
+    name = torch.nn.Module.load_state_dict.__name__
+    return name in vars(module) or getattr(type(module), name) is not getattr(torch.nn.Module, name)
 
 
 @contextmanager
@@ -110,15 +112,17 @@ def written_as_they_are(engine: Engine, made: Callable[[], set[str] | None]) -> 
 
     def behind(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(checkpoint: Mapping[str, Any], *args: Any, custom_load_fn: Any = None, **kwargs: Any) -> Any:
-            loading, names = partial(load, checkpoint, *args, custom_load_fn=custom_load_fn, **kwargs), made()
+            loading, names = partial(load, *args, custom_load_fn=custom_load_fn, **kwargs), made()
             if custom_load_fn is not None or names is None:
-                return loading()
+                return loading(checkpoint)
             whole, named = checkpoint["module"], engine.module.named_parameters(remove_duplicate=False)
             there = {key: one for name, one in named if (key := name_of_state(name)) in whole}
             changed = changed_in_state(engine.module, there)
             given = {name: whole[name].clone() for name in changed}  # hooks may write into what they are given
-            with _strict_but_for(engine.module, set(changed), names if changed else set()):
-                result = loading()
+            if changed and has_own_load(engine.module):  # which is as strict as it is
+                checkpoint = {**checkpoint, "module": _without(whole, names)}
+            with _strict_but_for(engine.module, set(changed), names):
+                result = loading(checkpoint)
             write(changed, given)
             return result
 
@@ -126,6 +130,13 @@ def written_as_they_are(engine: Engine, made: Callable[[], set[str] | None]) -> 
 
     with wrapped(engine, "load_module_state_dict", behind):
         yield
+
+
+def _without(state: Mapping[str, Any], names: set[str]) -> Mapping[str, Any]:
+    less: dict[str, Any] = copy(state)  # type: ignore[assignment]  # with torch's attribute of a state (`_metadata`)
+    for name in names & less.keys():
+        del less[name]
+    return less
 
 
 @contextmanager

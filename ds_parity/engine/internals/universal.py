@@ -114,22 +114,22 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     saved, made = _saved(first, path, engine.module)
     there = {name: value for name, value in saved.items() if name not in left}
     held = there | _of_other_names(there, {name: one for name, one in parameters.items() if name not in left})
-    # On ZeRO 3 no hook of the state has converted frozen weights, and those of the load would convert them back.
+    # On ZeRO 3 no hook of the state has converted frozen weights, and those of the load are not given them.
     partitioned = {name: one for name, one in parameters.items() if name in held and hasattr(one, "ds_id")}
     for name, one in partitioned.items():
         refuse_another_shape(name, held[name], one)
     changed = changed_in_state(engine.module, partitioned)
-    as_they_are = {name: held[name].clone() for name in changed}  # hooks may write into what they are given
+    given = {name: value for name, value in held.items() if name not in changed}
     with GatheredParameters(list({id(one): one for one in partitioned.values()}.values()), modifier_rank=0):
         # What a rank writes into a gathered parameter is the first one's anyway.
-        found = engine.module.load_state_dict(with_versions(held, first["module"], engine.module), strict=False)
-    write(changed, as_they_are)
+        found = engine.module.load_state_dict(with_versions(given, first["module"], engine.module), strict=False)
+    write(changed, held)
     if strict:
         missing, more = (map(name_of_state, getattr(found, f"{which}_keys", ())) for which in ("missing", "unexpected"))
         absent = [name for name in missing if name not in left | changed.keys()]
         if has_own_load(engine.module):  # it may return nothing, and leave out of its state what it does not load
             absent = [name for name in absent if name in own]
-        unexpected = [name for name in more if name not in changed]
+        unexpected = [*more]
         # What hooks have made of weights need not be known where these are there without them.
         if made.intersection(unexpected) and (changed or changed_in_state(engine.module, parameters)):
             unexpected = [name for name in unexpected if name not in made]
