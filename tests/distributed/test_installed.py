@@ -285,10 +285,10 @@ def framework_leaves_alone(folder):
         again.load_checkpoint(folder)
         drive(again, [*whole, True])
         smaller = opened({**config(2, passes=2 * PASSES), "train_micro_batch_size_per_gpu": 2})
-        drive(smaller, whole)
-        drive(smaller, whole[:-1])
+        drive(smaller, whole, rollouts=2)
+        drive(smaller, whole[:-1], rollouts=2)
         drive(smaller, [True], rollouts=1)
-        drive(smaller, whole)
+        drive(smaller, whole, rollouts=2)
     afterwards = opened(extended)
     return {
         "types": [type(one).__name__ for one in (without_keys, reference, direct, engine, afterwards)],
