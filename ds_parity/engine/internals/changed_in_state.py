@@ -132,8 +132,8 @@ def written_as_they_are(engine: Engine, made: Callable[[], set[str] | None]) -> 
         yield
 
 
-def _without(state: Mapping[str, Any], names: set[str]) -> Mapping[str, Any]:
-    less: dict[str, Any] = copy(state)  # type: ignore[assignment]  # with torch's attribute of a state (`_metadata`)
+def _without(state: Any, names: set[str]) -> Any:
+    less = copy(state)  # with torch's attribute of a state (`_metadata`)
     for name in names & less.keys():
         del less[name]
     return less
