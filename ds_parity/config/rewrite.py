@@ -39,8 +39,6 @@ _WHOLE_LOGITS_WHY = (
     "embedding, and a loss of one's own would take them for all; write true for a loss that knows of the parts"
 )
 _AUTO_WHY = 'left as it is while train_micro_batch_size_per_gpu is "auto": what fills that in settles the batch'
-
-
 # Each section has a switch of its own.
 _CURRICULUM = tuple(
     f"data_efficiency{section}.enabled" for section in ("", ".data_sampling", ".data_sampling.curriculum_learning")

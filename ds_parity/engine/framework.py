@@ -224,7 +224,7 @@ class FrameworkEngine(ParityEngine):
         # What ends a window of fewer passes than it was configured with, or of as many with fewer rollouts in the last
         # one, after a whole window, is the end of its data.
         whole_before = window.index > 0 and window.index - 1 != self._self_short.window
-        if said and whole_before and window.passes + 1 <= self.gradient_accumulation_steps():
+        if said and whole_before and window.passes < self.gradient_accumulation_steps():
             self._end_short(totals)
             return
         raise WindowError(

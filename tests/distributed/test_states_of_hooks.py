@@ -18,47 +18,60 @@ from tests.distributed.sets import at_length_on_two_ranks
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-class _Doubled(nn.Module):
-    """Its state has one weight twice as large as it is."""
+class _Hooked(nn.Module):
+    """Its state goes through `saved` where it is made, and through `loaded` where it is loaded."""
 
-    def __init__(self, *, trained):
+    def __init__(self):
+        super().__init__()
+        self._register_state_dict_hook(self.saved)
+        self.register_load_state_dict_pre_hook(self.loaded)
+
+
+class _Weighted(_Hooked):
+    """One weight."""
+
+    def __init__(self, *, trained=True):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4), requires_grad=trained)
-        self._register_state_dict_hook(self._double)
-        self.register_load_state_dict_pre_hook(self._halve)
-
-    @staticmethod
-    def _double(module, state, prefix, _):
-        state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
-
-    @staticmethod
-    def _halve(module, state, prefix, *_):
-        if f"{prefix}weight" in state:
-            state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
 
     def forward(self, x):
         return x * self.weight
 
 
-class _Renamed(nn.Module):
+class _Doubled(_Weighted):
+    """Its state has the weight twice as large as it is."""
+
+    @staticmethod
+    def saved(module, state, prefix, _):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+    @staticmethod
+    def loaded(module, state, prefix, *_):
+        if f"{prefix}weight" in state:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+class _Aged(_Hooked):
     """Its state has names of an older release."""
+
+    @staticmethod
+    def saved(module, state, prefix, _):
+        for name in [one for one in state if one.startswith(f"{prefix}new")]:
+            state[name.replace(f"{prefix}new", f"{prefix}old")] = state.pop(name)
+
+    @staticmethod
+    def loaded(module, state, prefix, *_):
+        for name in [one for one in state if one.startswith(f"{prefix}old")]:
+            state[name.replace(f"{prefix}old", f"{prefix}new")] = state.pop(name)
+
+
+class _Renamed(_Aged):
+    """A layer and a buffer."""
 
     def __init__(self, *, trained):
         super().__init__()
         self.new = nn.Linear(4, 4).requires_grad_(trained)
         self.register_buffer("new_mean", torch.randn(4))
-        self._register_state_dict_hook(self._older)
-        self.register_load_state_dict_pre_hook(self._newer)
-
-    @staticmethod
-    def _older(module, state, prefix, _):
-        for name in [one for one in state if one.startswith(f"{prefix}new")]:
-            state[name.replace(f"{prefix}new", f"{prefix}old")] = state.pop(name)
-
-    @staticmethod
-    def _newer(module, state, prefix, *_):
-        for name in [one for one in state if one.startswith(f"{prefix}old")]:
-            state[name.replace(f"{prefix}old", f"{prefix}new")] = state.pop(name)
 
     def forward(self, x):
         return self.new(x) + self.new_mean
@@ -132,43 +145,34 @@ class _Slashes(nn.Module):
         return self.adapters["a"](self.adapters["a/b"](x))
 
 
-class _Quantised(nn.Module):
-    """Its state has a weight in two parts, of which none is a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-        self._register_state_dict_hook(self._divide)
-        self.register_load_state_dict_pre_hook(self._multiply)
+class _Quantised(_Weighted):
+    """Its state has the weight in two parts, of which none is a buffer."""
 
     @staticmethod
-    def _divide(module, state, prefix, _):
+    def saved(module, state, prefix, _):
         weight = state.pop(f"{prefix}weight")
         state[f"{prefix}part"], state[f"{prefix}scale"] = weight / 4, torch.full((1,), 4.0)
 
     @staticmethod
-    def _multiply(module, state, prefix, *_):
+    def loaded(module, state, prefix, *_):
         if f"{prefix}part" in state:
             state[f"{prefix}weight"] = state.pop(f"{prefix}part") * state.pop(f"{prefix}scale")
 
-    def forward(self, x):
-        return x * self.weight
 
-
-class _Swapped(nn.Module):
+class _Swapped(_Hooked):
     """Its state has each of two weights by the other's name."""
 
     def __init__(self, *, trained):
         super().__init__()
         self.one, self.other = (nn.Parameter(torch.randn(4), requires_grad=trained) for _ in range(2))
-        self._register_state_dict_hook(self._swap)
-        self.register_load_state_dict_pre_hook(self._swap)
 
     @staticmethod
-    def _swap(module, state, prefix, *_):
+    def saved(module, state, prefix, *_):
         names = [f"{prefix}one", f"{prefix}other"]
         if state.keys() >= set(names):
             state[names[0]], state[names[1]] = (state[name] for name in reversed(names))
+
+    loaded = saved
 
     def forward(self, x):
         return x * self.one + self.other
@@ -178,41 +182,32 @@ class _InPlace(_Doubled):
     """The same, and its load writes into what it is given."""
 
     @staticmethod
-    def _halve(module, state, prefix, *_):
+    def loaded(module, state, prefix, *_):
         state[f"{prefix}weight"].div_(2)
 
 
-class _Numpy(nn.Module):
+class _Numpy(_Weighted):
     """Its state has a sum that numpy takes."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-        self._register_state_dict_hook(self._sum)
-        self.register_load_state_dict_pre_hook(self._forget)
-
     @staticmethod
-    def _sum(module, state, prefix, _):
+    def saved(module, state, prefix, _):
         state[f"{prefix}sum"] = torch.tensor(float(state[f"{prefix}weight"].numpy().sum()))
 
     @staticmethod
-    def _forget(module, state, prefix, *_):
+    def loaded(module, state, prefix, *_):
         state.pop(f"{prefix}sum", None)
-
-    def forward(self, x):
-        return x * self.weight
 
 
 class _Guarded(_Doubled):
     """The same, and it lets pass what is empty."""
 
     @staticmethod
-    def _double(module, state, prefix, _):
+    def saved(module, state, prefix, _):
         if state[f"{prefix}weight"].numel():
             state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
 
     @staticmethod
-    def _halve(module, state, prefix, *_):
+    def loaded(module, state, prefix, *_):
         if state[f"{prefix}weight"].numel():
             state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
 
@@ -221,7 +216,7 @@ class _Checked(_Doubled):
     """The same, and it refuses what is drawn to see whether it converts."""
 
     @staticmethod
-    def _double(module, state, prefix, _):
+    def saved(module, state, prefix, _):
         drawn = 2 * torch.rand(4, generator=torch.Generator().manual_seed(0)) - 1
         assert not torch.equal(state[f"{prefix}weight"].cpu(), drawn)
         state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
@@ -245,19 +240,19 @@ class _QuantisedBesideABuffer(_Quantised):
         state[f"{prefix}mean"].div_(2)
 
 
-class _Transposed(nn.Module):
+class _Transposed(_Hooked):
     """Its state has a frozen weight in another shape."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 3), requires_grad=False)
-        self._register_state_dict_hook(self._turn)
-        self.register_load_state_dict_pre_hook(self._turn)
 
     @staticmethod
-    def _turn(module, state, prefix, *_):
+    def saved(module, state, prefix, *_):
         if state.get(f"{prefix}weight", torch.empty(0)).dim() == 2:
             state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+
+    loaded = saved
 
     def forward(self, x):
         return x @ self.weight
@@ -271,11 +266,11 @@ class _Absolute(_Doubled):
         self.weight.data.abs_().neg_()
 
     @staticmethod
-    def _double(module, state, prefix, _):
+    def saved(module, state, prefix, _):
         state[f"{prefix}weight"] = state[f"{prefix}weight"].abs()
 
     @staticmethod
-    def _halve(module, state, prefix, *_):
+    def loaded(module, state, prefix, *_):
         if f"{prefix}weight" in state:
             state[f"{prefix}weight"] = -state[f"{prefix}weight"]
 
@@ -568,14 +563,12 @@ def test_a_buffer_that_lies_beside_a_weight_is_refused_and_not_left(two_ranks_at
         assert all(said.startswith("CheckpointError") for said in found.values()), found
 
 
-class _NewBuffer(nn.Module):
+class _NewBuffer(_Aged):
     """A buffer that came since, and which hooks give an older name."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("new_mean", torch.randn(4))
-        self._register_state_dict_hook(_Renamed._older)
-        self.register_load_state_dict_pre_hook(_Renamed._newer)
 
     def forward(self, x):
         return x + self.new_mean

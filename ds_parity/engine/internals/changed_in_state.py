@@ -9,7 +9,7 @@ what no hook has converted: without an error a weight is half of what was saved,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -33,11 +33,10 @@ def changed_in_state(module: torch.nn.Module, looked_at: Mapping[str, Parameter]
         module: the model.
         looked_at: parameters of it by their names in its state.
     """
-    partitioned = {id(one): one for one in looked_at.values() if hasattr(one, "ds_id")}
-    with GatheredParameters(list(partitioned.values())), torch.no_grad():
+    with GatheredParameters([*looked_at.values()]), torch.no_grad():
         own = _state(module, as_parameters=True)  # nothing where hooks need tensors without a gradient
         other = {name: one for name, one in looked_at.items() if own.get(name) is not one}
-        kept = [(one, one.data.clone()) for one in {id(one): one for one in other.values()}.values()]
+        kept = [(one, one.data.clone()) for one in dict.fromkeys(other.values())]
         try:
             for number, (one, _) in enumerate(kept):  # a zero stays one when it is doubled, and two may be alike
                 drawn = torch.rand(one.shape, generator=torch.Generator().manual_seed(number), device="cpu")
@@ -65,30 +64,29 @@ def _is_as_it_is(value: Any, parameter: Parameter) -> bool:
 
 
 def write(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> None:
-    """Write whole values into parameters, partitioned or not; those without a value stay. All ranks call it.
+    """Write whole values into parameters of ZeRO 3. All ranks call it.
 
     Args:
         parameters: by name.
-        values: by name, alike on every rank.
+        values: by name, alike on every rank; those of other names have no part in it.
 
     Raises:
         CheckpointError: a value has another shape.
     """
-    given = {name: one for name, one in parameters.items() if name in values}
-    for name, one in given.items():
-        refuse_another_shape(name, values[name], one)
-    with GatheredParameters([one for one in given.values() if hasattr(one, "ds_id")], modifier_rank=0), torch.no_grad():
-        for name, one in given.items():
+    for name, one in parameters.items():
+        refuse_another_shape(name, values[name].shape, one)
+    with GatheredParameters([*parameters.values()], modifier_rank=0), torch.no_grad():
+        for name, one in parameters.items():
             one.copy_(values[name])
 
 
-def refuse_another_shape(name: str, value: torch.Tensor, parameter: Parameter) -> None:
-    """Raise CheckpointError where what a checkpoint has of a parameter has not the parameter's shape."""
-    own = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    if tuple(value.shape) != own:
+def refuse_another_shape(name: str, saved: Iterable[int], parameter: Parameter) -> None:
+    """Raise CheckpointError where a checkpoint has a parameter in a shape that is not the model's."""
+    there, own = tuple(saved), tuple(getattr(parameter, "ds_shape", parameter.shape))
+    if there != own:
         raise CheckpointError(
-            f"the checkpoint's {name} has the shape {tuple(value.shape)}, and this model's has {own}: load it into the "
-            "model that was saved. Loading ends half way, so start a new engine"
+            f"the checkpoint's {name} has the shape {there}, and this model's has {own}: load it into the model that "
+            "was saved. Loading ends half way, so start a new engine"
         )
 
 
@@ -118,11 +116,14 @@ def written_as_they_are(engine: Engine, made: Callable[[], set[str] | None]) -> 
             whole, named = checkpoint["module"], engine.module.named_parameters(remove_duplicate=False)
             there = {key: one for name, one in named if (key := name_of_state(name)) in whole}
             changed = changed_in_state(engine.module, there)
+            if not changed:
+                return loading(checkpoint)
             given = {name: whole[name].clone() for name in changed}  # hooks may write into what they are given
-            if changed and has_own_load(engine.module):  # which is as strict as it is
-                checkpoint = {**checkpoint, "module": _without(whole, names)}
-            with _strict_but_for(engine.module, set(changed), names):
-                result = loading(checkpoint)
+            if has_own_load(engine.module):  # which is as strict as it is
+                result = loading({**checkpoint, "module": _without(whole, names)})
+            else:
+                with _strict_but_for(engine.module, set(changed), names):
+                    result = loading(checkpoint)
             write(changed, given)
             return result
 
@@ -159,8 +160,5 @@ def _strict_but_for(module: torch.nn.Module, changed: set[str], made: set[str]) 
 
         return loaded
 
-    if not changed or has_own_load(module):
-        yield
-        return
     with wrapped(module, "load_state_dict", minding):
         yield

@@ -117,10 +117,10 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     # On ZeRO 3 no hook of the state has converted frozen weights, and those of the load are not given them.
     partitioned = {name: one for name, one in parameters.items() if name in held and hasattr(one, "ds_id")}
     for name, one in partitioned.items():
-        refuse_another_shape(name, held[name], one)
+        refuse_another_shape(name, held[name].shape, one)
     changed = changed_in_state(engine.module, partitioned)
     given = {name: value for name, value in held.items() if name not in changed}
-    with GatheredParameters(list({id(one): one for one in partitioned.values()}.values()), modifier_rank=0):
+    with GatheredParameters([*partitioned.values()], modifier_rank=0):
         # What a rank writes into a gathered parameter is the first one's anyway.
         found = engine.module.load_state_dict(with_versions(given, first["module"], engine.module), strict=False)
     write(changed, held)

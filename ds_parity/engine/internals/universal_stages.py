@@ -84,8 +84,7 @@ def refused_as_it_is(
         OSError: a file of the checkpoint can't be read.
     """
     before: dict[tuple[int, str], tuple[str, Any]] = {}
-    for number, layer in enumerate(model.forward_funcs):
-        file = Path(model.ckpt_layer_path(str(folder), number))
+    for file, layer in _files(model, folder):
         if layer not in model.tied_modules.values() or not file.is_file():
             continue
         saved = read(file)
@@ -259,16 +258,22 @@ def _trained_then(stage: Mapping[str, Any]) -> set[str]:
     return {name for group in stage.get("param_shapes") or () for name in group}
 
 
-def _untrained(model: Any, folder: Path, trained: set[int]) -> Iterator[tuple[Path, torch.nn.Module, list[str]]]:
-    """Yield each layer of this stage with frozen weights or buffers, with the file that has it, and their names."""
+def _files(model: Any, folder: Path) -> Iterator[tuple[Path, torch.nn.Module]]:
+    """Yield the file, which need not be there, of each layer of this stage that is a module."""
     for number, layer in enumerate(model.forward_funcs):
         if isinstance(layer, torch.nn.Module):
-            # A hook of a module may give the state other names, or copies of what is in it.
-            stepped = {name for name, one in layer.named_parameters(remove_duplicate=False) if id(one) in trained}
-            state = layer.state_dict(keep_vars=True)
-            names = [name for name, one in state.items() if id(one) not in trained and name not in stepped]
-            if names:
-                yield Path(model.ckpt_layer_path(str(folder), number)), layer, names
+            yield Path(model.ckpt_layer_path(str(folder), number)), layer
+
+
+def _untrained(model: Any, folder: Path, trained: set[int]) -> Iterator[tuple[Path, torch.nn.Module, list[str]]]:
+    """Yield each layer of this stage with frozen weights or buffers, with the file that has it, and their names."""
+    for file, layer in _files(model, folder):
+        # A hook of a module may give the state other names, or copies of what is in it.
+        stepped = {name for name, one in layer.named_parameters(remove_duplicate=False) if id(one) in trained}
+        state = layer.state_dict(keep_vars=True)
+        names = [name for name, one in state.items() if id(one) not in trained and name not in stepped]
+        if names:
+            yield file, layer, names
 
 
 def _without_a_file(model: Any, trained: set[int]) -> str | None:
@@ -291,9 +296,8 @@ def _without_a_file(model: Any, trained: set[int]) -> str | None:
 
 def _surplus(model: Any, folder: Path) -> str | None:
     """What a file of a layer has that this layer has not: a buffer, or a frozen weight."""
-    for number, layer in enumerate(model.forward_funcs):
-        file = Path(model.ckpt_layer_path(str(folder), number))
-        if isinstance(layer, torch.nn.Module) and file.is_file():
+    for file, layer in _files(model, folder):
+        if file.is_file():
             own = layer.state_dict()
             more = next((name for name in read(file) if name not in own), None)
             if more is not None:

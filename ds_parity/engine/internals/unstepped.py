@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
+from ds_parity.engine.internals.changed_in_state import refuse_another_shape
 from ds_parity.engine.internals.model_names import name_of_state
 from ds_parity.engine.internals.newcomers import stepped_by_others
 from ds_parity.engine.internals.replaced import wrapped
@@ -118,12 +119,8 @@ def refuse_doubtful_owners(engine: Engine, stepped: Iterable[Parameter]) -> None
 
 def _refuse_other_shapes(engine: Engine, saved: Mapping[str, Any]) -> None:
     for name, one in engine.module.named_parameters():
-        own = tuple(getattr(one, "ds_shape", one.shape))
-        if not one.requires_grad and name in saved and tuple(saved[name]) != own:
-            raise CheckpointError(
-                f"the checkpoint's {name} has the shape {tuple(saved[name])}, and this model's has {own}: load it into "
-                "the model that was saved. Loading ends half way, so start a new engine"
-            )
+        if not one.requires_grad and name in saved:
+            refuse_another_shape(name, saved[name], one)
 
 
 def lacks(names: list[str]) -> str:

@@ -117,12 +117,13 @@ def _look(scenario: Scenario, in_one: bool) -> _Seen:
 
 def _computed(model: nn.Module, scenario: Scenario, checksum: str, in_one: bool) -> _Seen:
     device = str(get_accelerator().current_device_name())
-    together = _together(model.float().to(device), scenario) if in_one else ""
+    rollouts = _shortest_and_longest(scenario)
+    together = _together(model.float().to(device), rollouts, device) if in_one else ""
     model = {"bf16": model.bfloat16, "fp16": model.half}.get(scenario.storage, model.float)().to(device)
     torch.manual_seed(scenario.seed)
     norm = 0.0
     # What is wrong may be so of long sequences alone: positions that the model lacks, numbers that overflow.
-    batches = [collate((one,)) for one in _shortest_and_longest(scenario)]
+    batches = [collate((one,)) for one in rollouts]
     try:
         for batch in batches:
             wrong, logps = _forward(model, to_device(batch, device), scenario)
@@ -139,14 +140,12 @@ def _computed(model: nn.Module, scenario: Scenario, checksum: str, in_one: bool)
     return _Seen(checksum, norm, together)
 
 
-def _together(model: nn.Module, scenario: Scenario) -> str:
+def _together(model: nn.Module, rollouts: Sequence[Any], device: str) -> str:
     """Say where a rollout has other log probabilities beside another one than alone; in fp32."""
-    rollouts = _shortest_and_longest(scenario)
-    device = next(model.parameters()).device
     try:
+        batches = [to_device(collate(held), device) for held in (*((one,) for one in rollouts), rollouts)]
         with torch.no_grad():
-            alone = [_logps(model, to_device(collate((one,)), device)) for one in rollouts]
-            both = _logps(model, to_device(collate(rollouts), device))
+            *alone, both = (_logps(model(batch.inputs["input_ids"]), batch) for batch in batches)
         apart = float((torch.cat(alone) - both).double().norm()) > _ALIKE["fp32"] * float(both.double().norm())
     except Exception:  # a model may have kernels of half precision alone, or none of more rows
         return ""
@@ -160,26 +159,28 @@ def _together(model: nn.Module, scenario: Scenario) -> str:
     )
 
 
-def _logps(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
+def _logps(output: Any, batch: MicroBatch) -> torch.Tensor:
     """The log probabilities of all loss tokens, row by row."""
     ids, mask = (batch.inputs[name] for name in ("input_ids", "loss_mask"))
-    output = model(ids)
-    return token_logps(getattr(output, "logits", output)[:, :-1], ids[:, 1:])[mask > 0]
+    return token_logps(_logits(output)[:, :-1], ids[:, 1:])[mask > 0]
+
+
+def _logits(output: Any) -> Any:
+    return getattr(output, "logits", output)
 
 
 def _forward(model: nn.Module, batch: MicroBatch, scenario: Scenario) -> tuple[str, torch.Tensor | None]:
     """Return what is wrong with the logits of a micro-batch, and the log probabilities of its loss tokens."""
-    ids, mask = (batch.inputs[name] for name in ("input_ids", "loss_mask"))
+    ids = batch.inputs["input_ids"]
     with torch.no_grad():
         one = model(ids)
         drawn, kept = _drawn(), {name: value.clone() for name, value in model.named_buffers()}
         other = model(ids)
     wrong = _unlike(model, one, other, draws=not torch.equal(drawn, _drawn()), kept=kept)
-    logits = getattr(one, "logits", one)
-    unlike = _no_logits(logits, ids)
+    unlike = _no_logits(_logits(one), ids)
     if wrong or unlike:
         return wrong or ("" if scenario.train is not None else unlike), None
-    logps = token_logps(logits[:, :-1], ids[:, 1:])[mask > 0]
+    logps = _logps(one, batch)
     lost = int((~logps.isfinite()).sum())
     if lost:
         wrong = (

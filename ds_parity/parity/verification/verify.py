@@ -195,17 +195,26 @@ def verify(
             again = tuple(call(one.scenario, "torch", folder, hypotheses=True) for one in differ)
             job = Job(again, folder / "explaining", ranks, timeout, import_from=import_from)
             # It writes the traces of plain torch anew, and the verdict stands whatever becomes of that.
-            traces = [_trace(one.scenario, one.reference, folder) for one in differ]
-            kept = {path: path.read_bytes() for path in traces}
             try:
-                run_job(job)
+                with _restoring(_trace(one.scenario, one.reference, folder) for one in differ):
+                    run_job(job)
             except HarnessError as error:
-                for path, text in kept.items():
-                    path.write_bytes(text)
                 unknown = LeftOut(differ[0].scenario.name, "known faults", f"they can't be computed: {error}")
                 return replace(verified, left_out=(*verified.left_out, unknown))
             verified = judge(runs, left_out, folder, verified.accelerator, bare=bare)
     return verified
+
+
+@contextmanager
+def _restoring(paths: Iterable[Path]) -> Iterator[None]:
+    """Return a context that leaves files as they were where the ranks inside it fail."""
+    kept = {path: path.read_bytes() for path in paths}
+    try:
+        yield
+    except HarnessError:
+        for path, text in kept.items():
+            path.write_bytes(text)
+        raise
 
 
 @contextmanager
