@@ -37,7 +37,7 @@ from ds_parity.engine.ranks.wire import (
     Announcement,
     Place,
 )
-from ds_parity.errors import RankDesyncError, WindowError
+from ds_parity.errors import ConfigError, RankDesyncError, WindowError
 from ds_parity.window import Ledger, Rules
 
 _MOST_SECONDS: Final = 5.0
@@ -259,7 +259,7 @@ class AmongRanks:
         """Tell the other ranks what is raised inside: they wait for the counts of this pass, or in a step's sum."""
         try:
             yield
-        except WindowError as error:
+        except (ConfigError, WindowError) as error:
             self.exchange.refuse(self._place(RUNS), error)
             raise
 

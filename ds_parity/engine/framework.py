@@ -78,6 +78,11 @@ class FrameworkEngine(ParityEngine):
         # Whether it is settled who accumulates where step() alone ends windows.
         self._self_accumulates = not settings.by_caller
 
+    def telling(self) -> AbstractContextManager[None]:
+        """Tell the other ranks what is raised inside, before a `backward`: it may be this rank's alone."""
+        telling: AbstractContextManager[None] = self._self_driver.telling()
+        return telling
+
     def undivide(self, divided: Divided) -> None:
         """Take the next loss times what it was divided by, and divide by the step's total instead.
 

@@ -74,7 +74,8 @@ def _noting(own: Callable[..., Any], unit: str) -> Callable[..., Any]:
         def compute_loss(model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
             items = given.get("num_items_in_batch")
             # Before the loss is computed, because a Trainer takes labels out of its inputs.
-            divided = divided_by(trainer, inputs, items, unit)
+            with model.telling():
+                divided = divided_by(trainer, inputs, items, unit)
             loss = compute(model, inputs, *args, **given)
             model.undivide(divided)
             return loss

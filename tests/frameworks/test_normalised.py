@@ -3,6 +3,7 @@
 import tempfile
 
 import pytest
+import torch
 import transformers
 
 import ds_parity
@@ -92,6 +93,23 @@ def refused(kind, normalise, options=(), section=()):
     return ended(run)
 
 
+def one_row_without_a_label():
+    """Rows of which one has no label: one rank alone reads it."""
+
+    def run():
+        config = model().config
+        config.num_labels = 2
+        data = [{"input_ids": one["input_ids"], "labels": torch.tensor(at % 2)} for at, one in enumerate(sentences(48))]
+        data[20]["labels"] = torch.tensor(-100)
+        with ds_parity.install(normalise="rollout"), tempfile.TemporaryDirectory() as folder:
+            given = arguments(transformers.TrainingArguments, True, 2, "fp32", folder)
+            classifier = transformers.LlamaForSequenceClassification(config)
+            classifier.accepts_loss_kwargs = False
+            recorded(transformers.Trainer)(model=classifier, args=given, train_dataset=data).train()
+
+    return ended(run)
+
+
 def beside_deepspeeds_own():
     """A configuration without the keys, whose engine can't divide anything."""
 
@@ -115,6 +133,7 @@ for unit in (None, "token"):
 for kind, (given, _) in REFUSED.items():
     on_two_ranks.call(refused, kind=kind, **given)
 on_two_ranks.call(beside_deepspeeds_own)
+on_two_ranks.call(one_row_without_a_label)
 
 
 @pytest.mark.parametrize(("kind", "normalise", "stage", "dtype", "options"), RIGHT)
@@ -153,3 +172,11 @@ def test_what_it_can_not_repair_is_refused_on_every_rank(framework_ranks, kind):
 
 def test_an_engine_that_is_deepspeeds_own_is_refused_and_not_left_as_it_is(framework_ranks):
     assert all("gradient_accumulation_passes" in error for error in framework_ranks.of(beside_deepspeeds_own))
+
+
+def test_what_one_rank_refuses_the_others_are_told(framework_ranks):
+    told, own = sorted(framework_ranks.of(one_row_without_a_label), reverse=True)
+    assert own.startswith("ConfigError")
+    assert "rows have the label -100" in own
+    assert told.startswith("RankDesyncError")
+    assert "rows have the label -100" in told
