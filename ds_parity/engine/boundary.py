@@ -8,12 +8,13 @@ from typing import Any
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
+from ds_parity.engine.internals.rates_behind_loads import follow_a_loop
 from ds_parity.engine.internals.schedule import RolloutSchedule, failing_loudly
 from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.record.finished import Finished
 from ds_parity.engine.record.metrics import Meter, Sums
 from ds_parity.engine.record.skips import Skips
-from ds_parity.window import Ledger
+from ds_parity.window import Ledger, Progress
 
 _LOG = logging.getLogger("ds_parity")
 
@@ -46,6 +47,9 @@ class Boundary:
         self._by_rollout = by_rollout
         self._skips = Skips()
         self._scheduled: RolloutSchedule | None = None
+        # Of the last load without the scheduler's state, and whether a loop has loaded that; until the next step.
+        self._progress_there: Progress | None = None
+        self._state_given = False
         self.schedule()  # from the start on, the engine has the scheduler that moves by rollouts
 
     def schedule(self) -> RolloutSchedule | None:
@@ -64,10 +68,37 @@ class Boundary:
             return self._scheduled
         if not isinstance(scheduler, RolloutSchedule):
             self._engine.lr_scheduler = scheduler = RolloutSchedule(scheduler)
+            scheduler.on_load.append(self._state_loaded)
             if self.finished is not None:
                 scheduler.goes_on_from_its_own_step()
         self._scheduled = scheduler
         return scheduler
+
+    def resume_schedule(self, units_there: int, *, loaded: bool) -> int:
+        """Return the units of the progress behind a load of a checkpoint.
+
+        Args:
+            units_there: those of the checkpoint.
+            loaded: the scheduler's state was loaded with it. Else it begins, in a fresh engine, unless a loop gives it
+                its state itself, before or behind, as Lightning does.
+        """
+        given, self._state_given = self._state_given, False
+        self._progress_there = Progress(self._ledger.rules.target, units_there)
+        if loaded:
+            return units_there
+        if given:
+            self._state_loaded()
+        return self._ledger.progress.units
+
+    def _state_loaded(self) -> None:
+        """Take the place of a state that was loaded for the progress."""
+        self._state_given = True
+        if (schedule := self.schedule()) is None:
+            return
+        ledger = self._ledger
+        known = [one for one in (self._progress_there, ledger.progress) if one is not None]
+        ledger.progress = schedule.progress(known) or ledger.progress
+        schedule.resume_at(ledger.progress)
 
     def mark(self, boundary: bool) -> None:
         """Tell DeepSpeed whether the coming backward and step end a window."""
@@ -90,6 +121,7 @@ class Boundary:
         self._adapter.refuse_unreduced()
         # Summed before the step: all ranks say there what they have used, while the weights are as they were.
         sums = self._meter.settle()
+        follow_a_loop(engine)
         # The LR that the step uses is the one before the scheduler moves.
         lr = self._lr()
         if (schedule := self.schedule()) is not None:
@@ -106,6 +138,7 @@ class Boundary:
             else:
                 with self._adapter.corrected(window.expected, total):
                     engine.step(**kwargs)
+        self._progress_there, self._state_given = None, False
         if schedule is not None:  # DeepSpeed leaves it where it is where it skips a step
             schedule.advance_to(None)
         # DeepSpeed keeps the mark until the next one is set, and would end the next window at its first pass.

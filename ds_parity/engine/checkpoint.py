@@ -35,7 +35,7 @@ from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.model_parts import divided_by_mpu, number_of_parts
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
-from ds_parity.engine.internals.schedule import (
+from ds_parity.engine.internals.rates_behind_loads import (
     follow_the_schedule,
     kind_of_schedule,
     moved_by_the_schedule,
@@ -392,8 +392,8 @@ def resume(driver: Driver, client_state: dict[str, Any], *, scheduler: bool, opt
         state = of_bare
     if scheduler:
         _refuse_other_progress(driver, state)
-    else:
-        state = {**state, "progress_units": driver.ledger.progress.units}
+    units = driver.boundary.resume_schedule(state["progress_units"], loaded=scheduler)
+    state = {**state, "progress_units": units}
     driver.ledger.restore(state)
     driver.boundary.counters.settle(driver.ledger)
     if optimizer and driver.engine.load_universal_checkpoint():

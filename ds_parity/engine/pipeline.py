@@ -28,6 +28,7 @@ from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
 from ds_parity.engine.internals.group_options import Options
 from ds_parity.engine.internals.moved_away import refuse_moved_away
+from ds_parity.engine.internals.rates_behind_loads import follow_a_loop
 from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.schedule import failing_loudly, needed_by
 from ds_parity.engine.internals.shown_groups import whole_groups
@@ -407,6 +408,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         # DeepSpeed adds its batch size in the step, and its monitors write there.
         engine.global_samples = samples - engine.train_batch_size()
         data = iter([(batch.inputs.get("inputs"), batch.inputs.get("labels")) for batch in runs])
+        follow_a_loop(engine)
         try:
             silence = silenced(engine.module) if idle else nullcontext()
             with (

@@ -24,7 +24,7 @@ from ds_parity.engine.internals.checkpoints import has_experts, keep_loss_scale,
 from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
-from ds_parity.engine.internals.schedule import (
+from ds_parity.engine.internals.rates_behind_loads import (
     follow_the_schedule,
     kind_of_schedule,
     moved_by_the_schedule,

@@ -168,11 +168,12 @@ OTHERS = {
     *("checkpoint", "get_cuda_rng_tracker", "get_states", "non_reentrant_checkpoint"),  # of activations
     *("_hp_grad", "grad_accum"),  # of parameters: guards name them
     *("fill_", "last_batch_iteration"),  # the latter of DeepSpeed's schedulers
+    *("left", "saved", "stood"),  # of a load without the scheduler's state
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),
     *("SGD", "Tensor", "VALID_LR_SCHEDULES", "__name__", "clone", "count"),
     *("fromkeys", "full_like", "get", "get_process_group_ranks", "get_rank"),
     *("get_sequence_parallel_world_size", "get_world_size", "grad", "is_integer", "items", "join", "keys"),
-    *("last_epoch", "mul_", "narrow", "nominal", "optim", "param_groups", "parameters", "passes"),
+    *("last_epoch", "mul_", "narrow", "nominal", "optim", "param_groups", "parameters", "passes", "units"),
     *("register_step_post_hook", "remove", "resolves_data_dependency", "rollouts", "state", "synchronize"),
     *("target", "values", "view", "whole", "zero_", "zeros", "zeros_like"),
     *("compile", "get_tensor_model_parallel_group", "index", "mesh_device", "search"),

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim import lr_scheduler
 
-from ds_parity.engine.internals.schedule import follow_the_schedule, moved_by_the_schedule
+from ds_parity.engine.internals.rates_behind_loads import follow_a_loop, follow_the_schedule, moved_by_the_schedule
 
 BOTH = ("scheduler", "optimizer")
 
@@ -218,3 +218,35 @@ def test_a_note_of_a_scheduler_is_no_rate_where_the_checkpoint_tells_one_or_it_i
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     two_rates = isinstance(noted, torch.Tensor) and noted.dim() == 1
     assert rates == pytest.approx([0.0125, 0.00625] if told else [0.7, 0.7] if two_rates else [0.1, 0.05])
+
+
+@pytest.mark.parametrize("made", [halved, one_cycle(0.1), lookahead, lambda it: lr_scheduler.CosineAnnealingLR(it, 7)])
+def test_a_loop_that_loads_the_scheduler_itself_goes_on_as_if_all_was_loaded(made):
+    saved = engine_of(made)
+    stepped(saved, 3)
+    engine = loaded(engine_of(made), saved, "optimizer")
+    engine.lr_scheduler.load_state_dict(copy.deepcopy(saved.lr_scheduler.state_dict()))
+    follow_a_loop(engine)
+    assert stepped(engine, 4) == stepped(saved, 4)
+
+
+@pytest.mark.parametrize("rate", [None, 7.0])
+def test_a_loop_that_does_not_begins_with_its_own_rate(rate):
+    saved, engine = engine_of(halved), engine_of(halved)
+    stepped(saved, 3)
+    loaded(engine, saved, "optimizer")
+    if rate is not None:  # a loop that sets it knows it
+        engine.lr_scheduler.load_state_dict(copy.deepcopy(saved.lr_scheduler.state_dict()))
+        engine.optimizer.param_groups[0]["lr"] = rate
+    follow_a_loop(engine)
+    assert engine.optimizer.param_groups[0]["lr"] == (rate or 0.1)
+
+
+def test_rates_are_put_back_before_one_step_alone():
+    saved, engine = engine_of(halved), engine_of(halved)
+    stepped(saved, 3)
+    loaded(engine, saved, "optimizer")
+    follow_a_loop(engine)
+    engine.lr_scheduler.load_state_dict(copy.deepcopy(saved.lr_scheduler.state_dict()))
+    follow_a_loop(engine)
+    assert engine.optimizer.param_groups[0]["lr"] == 0.1

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import tempfile
 from itertools import product
 
 import deepspeed
@@ -81,8 +82,11 @@ def without_gpu():
         yield
 
 
-def fit(wrapped, stage, way, *, scheduled=False, epochs=EPOCHS, **section):
-    """The weights, the count of steps, and the learning rate behind each micro-batch."""
+def fit(wrapped, stage, way, *, scheduled=False, epochs=EPOCHS, saved=None, resumed=None, **section):
+    """The weights, the count of steps, and the learning rate behind each micro-batch.
+
+    `saved` is where the trainer saves its checkpoint behind it, and `resumed` one that it goes on from.
+    """
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -112,7 +116,9 @@ def fit(wrapped, stage, way, *, scheduled=False, epochs=EPOCHS, **section):
             **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         )
         module = lit(way, scheduled)
-        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2, sampler=sampler))
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2, sampler=sampler), ckpt_path=resumed)
+        if saved is not None:
+            trainer.save_checkpoint(saved)
     engine = trainer.strategy.model
     weights = torch.cat([one.values.double().flatten().cpu() for one in every_weight(engine.module)])
     found = {"weights": weights.tolist(), "steps": engine.global_steps, "rates": module.rates}
@@ -148,6 +154,11 @@ def fits():
         fit(wrapped, 2, "automatic", scheduled=True, **section)["rates"]
         for wrapped, section in ((False, {}), (True, {}), (True, {"lr_progress": "rollout"}))
     ]
+    for progress in ("optimizer_step", "rollout"):
+        given = {"wrapped": True, "stage": 2, "way": "automatic", "scheduled": True, "lr_progress": progress}
+        path = from_all(tempfile.mkdtemp())[0] + "/saved"
+        fit(epochs=EPOCHS // 2, saved=path, **given)
+        found[f"resumed by {progress}"] = fit(resumed=path, **given)["rates"]
     deepspeed.utils.groups.mpu = None
     return from_all(found)
 
@@ -186,3 +197,11 @@ def test_the_learning_rate_moves_with_the_steps_and_with_the_rollouts(ran):
         bare, plain, by_rollouts = found["rates"]
         assert bare == plain == by_rollouts
         assert sorted(set(bare)) == pytest.approx([RATE / 5, RATE / 4, RATE / 3, RATE / 2, RATE])
+
+
+@pytest.mark.parametrize("progress", ["optimizer_step", "rollout"])
+def test_a_resumed_fit_goes_on_with_its_learning_rate(ran, progress):
+    """Lightning loads the scheduler's state itself, behind the engine's checkpoint."""
+    for found in ran:
+        bare = found["rates"][0]
+        assert found[f"resumed by {progress}"] == bare[len(bare) // 2 :]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import torch
 import wrapt
 from deepspeed.runtime import lr_schedules
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -22,11 +21,7 @@ _LOG = logging.getLogger("ds_parity")
 
 # DeepSpeed's schedulers are functions of `last_batch_iteration`, which stands one behind the steps taken
 # (lr_schedules.py, 0.19.8: -1 before the first).
-_BY_ITERATION = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
-
-# What torch's schedulers (OneCycleLR, CyclicLR, SWALR) keep in the optimizer's groups, and what some of them cycle.
-_OF_SCHEDULERS = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-_CYCLED = ("betas", "momentum")
+BY_ITERATION = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
 
 # Megatron's schedulers count samples, and DeepSpeed gives them its batch size: `step(increment)`.
 _SAMPLES: Final = "increment"
@@ -99,143 +94,6 @@ def needed_by(scheduler: Any) -> list[str]:
     return [] if needed == [_SAMPLES] else needed
 
 
-def moved_by_the_schedule(engine: Engine, *, whatever_moves: bool = False) -> list[dict[str, Any]]:
-    """Return what the scheduler keeps in the optimizer's groups, such as the rate of each, as values of their own.
-
-    Args:
-        engine: a bare DeepSpeed engine, of a pipeline or not.
-        whatever_moves: also what this scheduler does not move, and others do.
-    """
-    names = {*_OF_SCHEDULERS, *_CYCLED} if whatever_moves else _moved_by(engine.lr_scheduler)
-    return [
-        {name: _copied(value) for name, value in group.items() if name in names}
-        for group in engine.optimizer.param_groups
-    ]
-
-
-def kind_of_schedule(engine: Engine) -> str | None:
-    """Return the name of the class of an engine's LR scheduler; None without one.
-
-    Args:
-        engine: a bare DeepSpeed engine, of a pipeline or not.
-    """
-    scheduler = behind_proxy(engine.lr_scheduler)
-    return None if scheduler is None else type(scheduler).__name__
-
-
-def warn_of_another_schedule(engine: Engine, saved: str | None) -> None:
-    """Warn where a scheduler has loaded the state of one of another class, which torch's do without a word.
-
-    DeepSpeed's own are not warned of: their state is a position, which each of them takes alike.
-
-    Args:
-        engine: a bare DeepSpeed engine, of a pipeline or not, behind the load of the scheduler's state.
-        saved: what `kind_of_schedule` was when it was saved; None where the checkpoint does not tell.
-    """
-    own = kind_of_schedule(engine)
-    if own is None or saved in (None, own) or {own, saved} <= set(lr_schedules.VALID_LR_SCHEDULES):
-        return
-    _LOG.warning(
-        "the checkpoint was saved with the LR scheduler %s, and %s has loaded its state: what both keep under one name "
-        "has the value of the checkpoint, so that the learning rates may be those of neither. Give "
-        "load_lr_scheduler_states=False, which begins the schedule here, or load it with the scheduler that saved it",
-        saved,
-        own,
-    )
-
-
-def _moved_by(scheduler: Any) -> set[str]:
-    cycled = _CYCLED if getattr(behind_proxy(scheduler), "cycle_momentum", False) else ()
-    return {*_OF_SCHEDULERS, *cycled}
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def follow_the_schedule(
-    engine: Engine,
-    before: Sequence[Mapping[str, Any]],
-    saved: Sequence[Mapping[str, Any]] | None,
-    *,
-    scheduler: bool,
-    optimizer: bool,
-) -> None:
-    """Give the groups the rates of the schedule behind a load of the scheduler's state, or of the optimizer's, alone.
-
-    Rates are kept in the groups of the optimizer. Most of torch's schedulers go on from the rate that they find there,
-    so that one which is another's stays wrong for ever: behind such a load StepLR, ExponentialLR and CosineAnnealingLR
-    give a multiple of what they are due (tools/deepspeed_faults/rates_of_others.py). OneCycleLR keeps its bounds there.
-
-    Args:
-        engine: a bare DeepSpeed engine, of a pipeline or not, behind the load.
-        before: what `moved_by_the_schedule` was in front of it, with what other schedulers move.
-        saved: what it was, without that, of the engine that saved; None where the checkpoint does not tell.
-        scheduler: the scheduler's state was loaded.
-        optimizer: the optimizer's states were loaded.
-    """
-    groups = engine.optimizer.param_groups
-    if engine.lr_scheduler is None or scheduler == optimizer or len(before) != len(groups):
-        return
-    due, moved = before, _moved_by(engine.lr_scheduler)
-    if optimizer:
-        # What another scheduler had moved was loaded with the optimizer.
-        moved |= {name for group in saved or () for name in group}
-    else:
-        due = _due(behind_proxy(engine.lr_scheduler), saved, len(groups))
-    for group, own, values in zip(groups, before, due, strict=True):
-        # Another scheduler, or another optimizer, may have been saved, which moved what none moves here.
-        for name in own.keys() & values.keys() & moved:
-            if name == "betas" and name in group:
-                # The first is cycled, and the others are the optimizer's own (OneCycleLR and CyclicLR of torch 2.13.0,
-                # OneCycle of DeepSpeed 0.19.8).
-                first, *others = group[name]
-                group[name] = type(group[name])((_of_the_kind(first, values[name][0]), *others))
-            else:
-                group[name] = _of_the_kind(group.get(name), values[name])
-
-
-def _of_the_kind(own: Any, value: Any) -> Any:
-    """A value as the group has it: torch's optimizers step by a rate that is a tensor in some of their ways alone."""
-    if isinstance(own, torch.Tensor):
-        return own.fill_(float(value))
-    return float(value) if isinstance(value, torch.Tensor) else value
-
-
-def _due(scheduler: Any, saved: Sequence[Mapping[str, Any]] | None, groups: int) -> Sequence[Mapping[str, Any]]:
-    """What the groups have where a scheduler stands that was loaded; nothing of one that has not begun."""
-    known = [{}] * groups if saved is None or len(saved) != groups else saved
-    if isinstance(scheduler, _BY_ITERATION):
-        # A function of its step and of what this configuration says.
-        rates = scheduler.get_lr() if scheduler.last_batch_iteration >= 0 else None
-    elif all("lr" in one for one in known):
-        # What the groups had: a loop may have moved it beside the scheduler.
-        return known
-    else:
-        rates = _last_rates(scheduler, groups)
-        if rates is None:
-            _LOG.warning(
-                "neither the checkpoint nor the state of the scheduler %s has a rate for each parameter group, and the "
-                "optimizer's states were not loaded: the learning rates stay as they are until its next step. Set the "
-                "lr of each group to what the schedule has there, if that step goes on from it",
-                type(scheduler).__name__,
-            )
-    if rates is None or len(rates) != groups:
-        return known
-    return [{**one, "lr": float(rate)} for one, rate in zip(known, rates, strict=True)]
-
-
-def _last_rates(scheduler: Any, groups: int) -> list[float] | None:
-    """What torch's schedulers keep as the rates that they gave last; None where a state has no such numbers."""
-    state = scheduler.state_dict()
-    last = state.get("_last_lr") if isinstance(state, Mapping) else None
-    try:
-        rates = [float(rate) for rate in last] if last is not None and not isinstance(last, str | Mapping) else []
-    except (TypeError, ValueError):  # a name that a scheduler of one's own uses for something else
-        return None
-    return rates if len(rates) == groups else None
-
-
 class _Loud(wrapt.ObjectProxy[Any]):
     """A scheduler whose own TypeError is seen: DeepSpeed takes every one for an argument that is missing."""
 
@@ -304,6 +162,35 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
         super().__init__(scheduler)
         self._self_progress: Progress | None = None
         self._self_taken = 0
+        self._self_on_load: list[Callable[[], None]] = []
+
+    @property
+    def on_load(self) -> list[Callable[[], None]]:
+        """Called behind each `load_state_dict`."""
+        return self._self_on_load
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load the scheduler's own state, as a loop does that keeps the scheduler itself."""
+        self.__wrapped__.load_state_dict(state)
+        for listener in self._self_on_load:
+            listener()
+
+    def progress(self, known: Sequence[Progress]) -> Progress | None:
+        """Return the progress at which the scheduler stands; None where that can't be told of one that counts steps.
+
+        Args:
+            known: what it may be, the likelier first; one at least. They tell what a position alone does not, where the
+                scheduler stands at whole steps.
+        """
+        scheduler, target = self.__wrapped__, known[0].target
+        by_iteration, by_lambda = isinstance(scheduler, BY_ITERATION), isinstance(scheduler, LambdaLR)
+        if (at := stands_at(scheduler)) is None:
+            return None
+        for one in known:
+            whole_beside = by_iteration and float(at).is_integer() and abs(one.nominal - at) < 1
+            if one.units == round(at * target) or whole_beside or (not by_lambda and one.whole == at):
+                return one
+        return Progress(target, max(0, round(at * target))) if by_iteration or by_lambda else None
 
     def advance_to(self, progress: Progress | None) -> None:
         """Say where the next `step()` goes; None: nowhere, because it is the loop's own."""
@@ -319,8 +206,7 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
 
     def goes_on_from_its_own_step(self) -> None:
         """Take the steps that it stands at as taken: it was put in another's place in the middle of a run."""
-        own = getattr(self.__wrapped__, "last_epoch", 0)
-        self._self_taken = max(0, int(own)) if isinstance(own, int | float) else 0
+        self._self_taken = max(0, int(stands_at(self.__wrapped__) or 0))
 
     def resume_at(self, progress: Progress) -> None:
         """Take `progress` as reached already: the scheduler's own state came from a checkpoint."""
@@ -332,7 +218,7 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
         scheduler = self.__wrapped__
         # A whole position stays an int, as DeepSpeed itself passes it.
         nominal: float = progress.whole if progress.nominal.is_integer() else progress.nominal
-        if isinstance(scheduler, _BY_ITERATION):
+        if isinstance(scheduler, BY_ITERATION):
             scheduler.step(_within(scheduler, nominal - 1))
         elif isinstance(scheduler, LambdaLR):
             scheduler.last_epoch = nominal - 1  # type: ignore[assignment]  # fractional, on purpose
@@ -342,6 +228,14 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
             for _ in range(progress.whole - self._self_taken):
                 scheduler.step()
         self._self_taken = progress.whole
+
+
+def stands_at(scheduler: Any) -> float | None:
+    """Return the steps that a scheduler, which is no proxy, has taken (>= 0), a fraction too; None if it keeps none."""
+    if isinstance(scheduler, BY_ITERATION):
+        return float(scheduler.last_batch_iteration + 1)
+    at = getattr(scheduler, "last_epoch", None)
+    return at if isinstance(at, int | float) else None
 
 
 def _within(scheduler: Any, iteration: float) -> float:
