@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from sys import stdlib_module_names
 from traceback import walk_tb
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ _WHOLE = (0,)
 _OF_A_BROKEN_FILE = "PytorchStreamReader"  # torch's reader of zip archives
 _READER = "torch.serialization"
 _OF_DEEPSPEED = "deepspeed."
+_LOAD = torch.nn.Module.load_state_dict.__name__  # which calls hooks of a load, and may be the model's own
+_OF_ENGINES = ("deepspeed", "ds_parity")
 _OF_ZEROS = "filename 'storages' not found"  # torch takes a file of zero bytes for one of its oldest archives
 _OF_A_STATE_DICT = "Error(s) in loading state_dict"  # torch's load_state_dict, of names or sizes
 _OF_UNIVERSAL = "zero"  # the folder of parameters that ds_to_universal makes
@@ -62,7 +65,7 @@ def explained(driver: Loading, load_dir: str, tag: Any = None) -> Iterator[None]
         yield
     except Exception as error:
         explain = next((explain for kinds, explain in _EXPLAINED if isinstance(error, kinds)), None)
-        said = _taken_for_plain(driver, load_dir, tag, error)
+        said = _taken_for_plain(driver, load_dir, tag, error) or _by_the_model(load_dir, error)
         if said is None and explain:
             said = explain(driver, load_dir, tag, error)
         if said is None and _inside_the_reader(error):
@@ -79,6 +82,29 @@ def _inside_the_reader(error: Exception) -> bool:
         return False
     callers = [before for before, after in pairwise(modules_through(error)) if after == _READER != before]
     return any(one.startswith(_OF_DEEPSPEED) for one in callers)
+
+
+def _by_the_model(load_dir: str, error: Exception) -> CheckpointError | None:
+    """Return what to say of an error that is raised where the model's own code changes a state before it is loaded."""
+    frames, packages = [frame for frame, _ in walk_tb(error.__traceback__)], _packages(error)
+    last = max((at for at, name in enumerate(packages) if name not in stdlib_module_names), default=-1)
+    loads = (
+        frame.f_code.co_name == _LOAD and package not in _OF_ENGINES
+        for frame, package in zip(frames[: last + 1], packages, strict=False)
+    )
+    if last < 0 or packages[last] in (*_OF_ENGINES, "torch") or not any(loads):
+        return None
+    code = frames[last].f_code
+    return CheckpointError(
+        f"load_checkpoint({load_dir!r}): {code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno}), "
+        f"a part of the model's load_state_dict(), raised {type(error).__name__}: {error}. Not every load gives it "
+        "every key: DeepSpeed takes the trained weights, and with load_universal the frozen ones, from files of their "
+        f"own. Let it look whether a key is there before it takes it; {_HALF_WAY}"
+    )
+
+
+def _packages(error: Exception) -> list[str]:
+    return [name.split(".")[0] for name in modules_through(error)]
 
 
 def _taken_for_plain(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:

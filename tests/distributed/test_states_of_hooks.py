@@ -178,6 +178,50 @@ class _Swapped(_Hooked):
         return x * self.one + self.other
 
 
+class _Trusting(_Doubled):
+    """The same, and its load takes a key without a look at whether it is there."""
+
+    @staticmethod
+    def loaded(module, state, prefix, *_):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+class _Trusts(nn.Module):
+    """The same by functions of the module's own."""
+
+    def __init__(self, *, trained):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4), requires_grad=trained)
+
+    def forward(self, x):
+        return x * self.weight
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = self.weight.detach() * 2
+
+    def _load_from_state_dict(self, state, prefix, *_):
+        with torch.no_grad():
+            self.weight.copy_(state[f"{prefix}weight"] / 2)
+
+
+class _Rounded(_Weighted):
+    """Its state has the weight in half precision, and its load keeps the largest of it, which no state has."""
+
+    def __init__(self, *, trained):
+        super().__init__(trained=trained)
+        self.weight.data = self.weight.data.half().float()
+        self.register_buffer("peak", self.weight.detach().half().float().max(), persistent=False)
+
+    @staticmethod
+    def saved(module, state, prefix, _):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
+
+    @staticmethod
+    def loaded(module, state, prefix, *_):
+        if state.get(f"{prefix}weight", torch.empty(0)).numel():
+            module.peak = state[f"{prefix}weight"].float().max()
+
+
 class _InPlace(_Doubled):
     """The same, and its load writes into what it is given."""
 
@@ -325,6 +369,11 @@ PARTS = {
     "a weight is quantised": _Quantised,
     "trained weights are swapped": lambda: _Swapped(trained=True),
     "frozen weights are swapped": lambda: _Swapped(trained=False),
+    "a load trusts in a key": lambda: _Trusting(trained=False),
+    "a module's own load trusts in a key": lambda: _Trusts(trained=False),
+    "a model's own load trusts in a key": lambda: nn.Linear(4, 4).requires_grad_(False),
+    "a state is that of rank 0": _Base,
+    "a load keeps the peak of a weight": lambda: _Rounded(trained=False),
     "a load writes in place": lambda: _InPlace(trained=True),
     "numpy takes a sum": _Numpy,
     "an empty buffer has two names": _EmptyTwice,
@@ -351,6 +400,7 @@ CELLS = [
     if (stage, way, name)
     not in {
         (3, WHOLE, "weights are packed"),
+        (3, WHOLE, "a load keeps the peak of a weight"),
         (3, ALONE, "a frozen weight is transposed"),
         *((2, way, name) for way in WAYS for name in WITHOUT_BASE),
     }
@@ -395,7 +445,36 @@ class _PassingOn(_Model):
         return super().load_state_dict(state, strict=strict, **kwargs)
 
 
+class _OfAFormat(_Model):
+    """Its state is in a format of its own, and its load takes that alone."""
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        state["part.weight"] = state["part.weight"] * 2
+        return {**state, "factor": torch.tensor(2.0)}
+
+    def load_state_dict(self, state, strict=True, **kwargs):
+        state = dict(state)
+        factor = state.pop("factor")
+        state["part.weight"] = state["part.weight"] / factor
+        return super().load_state_dict(state, strict=strict, **kwargs)
+
+
+class _OfTheFirstRank(_Model):
+    """Its state is empty on others."""
+
+    def state_dict(self, *args, **kwargs):
+        return {} if dist.get_rank() else super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state, strict=True, **kwargs):
+        return super().load_state_dict(state, strict=False, **kwargs)
+
+
+OF_A_FORMAT = "a model's own load trusts in a key, trained"
 MODELS = {
+    "a model's own load trusts in a key": _OfAFormat,
+    OF_A_FORMAT: _OfAFormat,
+    "a state is that of rank 0": _OfTheFirstRank,
     "a load returns nothing": _Quiet,
     "a state has no base": _WithoutBase,
     "a state has no base, by its object": _Patched,
@@ -404,7 +483,7 @@ MODELS = {
 
 
 def _engine(stage, name, seed, *, universal=False):
-    model = MODELS.get(name, _Model)(PARTS.get(name, name), seed)
+    model = MODELS.get(name, _Model)(PARTS.get(name, name if callable(name) else lambda: nn.Linear(4, 4)), seed)
     keys = {**config(stage, "fp32", 2, "AdamW"), "checkpoint": {"load_universal": universal}}
     trained = [one for one in model.parameters() if one.requires_grad]
     return ds_parity.initialize(model=model, model_parameters=trained, config=keys)[0]
@@ -626,3 +705,53 @@ def test_what_a_model_has_not_is_refused_and_not_left_out(two_ranks_at_length, s
     for said in found[f"{stage} {name} True"]:
         assert re.match(f"CheckpointError: the universal checkpoint has {has} this model has no buffer", said)
     assert found[f"{stage} {name} False"] == ["nothing was raised"] * 2
+
+
+class _PackedWithABuffer(_Packed):
+    """A weight and a buffer lie in one tensor of its state."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.weights = False
+        self.one = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("other", torch.randn(4))
+
+
+class _TrustingBesideABuffer(_Trusting):
+    def __init__(self):
+        super().__init__(trained=True)
+        self.register_buffer("kept", torch.randn(4))
+
+
+@at_length_on_two_ranks
+def states_that_lose_something(folder):
+    """By part: what loads on ZeRO 3 end in where hooks take what is not there."""
+    results = {}
+    parts = {"unguarded": _TrustingBesideABuffer, "packed": _PackedWithABuffer, OF_A_FORMAT: OF_A_FORMAT}
+    for name, part in parts.items():
+        path = f"{folder}/{len(results)}"
+        _saved(3, part, path)
+        results[name] = {way: from_all(_loaded(way, 3, part, path)[0]) for way in (ALONE, UNIVERSAL)}
+    return results
+
+
+@pytest.mark.parametrize(
+    ("part", "function"), [("unguarded", "_Trusting.loaded"), (OF_A_FORMAT, "_OfAFormat.load_state_dict")]
+)
+def test_what_misses_a_key_is_named(two_ranks_at_length, part, function):
+    """Universal, of what the optimizer steps: DeepSpeed has loaded that from files of its own."""
+    found = two_ranks_at_length.of(states_that_lose_something)[part]
+    assert found[ALONE] == ["nothing was raised"] * 2
+    for said in found[UNIVERSAL]:
+        named = rf"{re.escape(function)} \(test_states_of_hooks\.py:\d+\), a part of the model's load_state_dict\(\)"
+        assert re.match(
+            rf"CheckpointError: load_checkpoint\(.*\): {named}, raised KeyError: 'part\.weight'\. Not every load", said
+        ), said
+
+
+@pytest.mark.parametrize("way", [ALONE, UNIVERSAL])
+def test_a_buffer_that_is_packed_with_a_weight_is_lost_and_named(two_ranks_at_length, way):
+    for said in two_ranks_at_length.of(states_that_lose_something)["packed"][way]:
+        assert re.search(
+            r"weights and buffers in one tensor \(part\.packed\), and .* so that part\.other is lost", said
+        )

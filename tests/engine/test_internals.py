@@ -169,6 +169,7 @@ OTHERS = {
     *("_hp_grad", "grad_accum"),  # of parameters: guards name them
     *("fill_", "last_batch_iteration"),  # the latter of DeepSpeed's schedulers
     *("left", "saved", "stood"),  # of a load without the scheduler's state
+    *("_non_persistent_buffers_set", "buffers", "put_into"),  # the last one of what a state changes
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),
     *("SGD", "Tensor", "VALID_LR_SCHEDULES", "__name__", "clone", "count"),
     *("fromkeys", "full_like", "get", "get_process_group_ranks", "get_rank"),

@@ -9,13 +9,16 @@ what no hook has converted: without an error a weight is half of what was saved,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_parity.engine.internals.model_names import name_of_state
@@ -24,29 +27,128 @@ from ds_parity.engine.internals.surface import Engine, Parameter
 from ds_parity.errors import CheckpointError
 
 
-def changed_in_state(module: torch.nn.Module, looked_at: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return those parameters that the state of a model does not have as they are.
+@dataclass(frozen=True, slots=True)
+class ChangedInState:
+    """What the state of a model does not have as it is.
+
+    Attributes:
+        parameters: by the names that they would have there.
+        made: names in the state of what is made of them.
+        mixed: those of `made` that are made of buffers, too.
+    """
+
+    parameters: Mapping[str, Parameter]
+    made: frozenset[str] = frozenset()
+    mixed: frozenset[str] = frozenset()
+
+    def put_into(self, module: torch.nn.Module, saved: Mapping[str, Any]) -> Any:
+        """Return a state that was saved, with what hooks make of these parameters, as they are now, in their place.
+
+        All ranks call it, and they are gathered for a while.
+
+        Args:
+            module: the model.
+            saved: what ZeRO 3 has saved, by names of the state, in which no hook has converted them.
+
+        Raises:
+            CheckpointError: a buffer is nowhere but in one tensor with them.
+        """
+        lost = [name for name in _persistent(module) if name not in saved]
+        if self.mixed and lost:
+            raise CheckpointError(
+                f"the model's state has weights and buffers in one tensor ({min(self.mixed)}), and ZeRO stage 3 has no "
+                f"whole weights where it saves a state, so that {lost[0]} is lost: have the state keep buffers by "
+                "their own names where it is saved. Loading ends half way, so start a new engine"
+            )
+        state = _without(saved, self.parameters.keys() | self.made)
+        with GatheredParameters([*self.parameters.values()]), torch.no_grad():
+            state.update(_copied(_state(module), self.made))
+        return state
+
+
+def changed_in_state(module: torch.nn.Module, looked_at: Mapping[str, Parameter]) -> ChangedInState:
+    """Return those parameters that the state of a model does not have as they are, on any rank.
 
     What is only copied there, or moved, is as it is. All ranks call it, and all of these are gathered for a while.
 
     Args:
         module: the model.
-        looked_at: parameters of it by their names in its state.
+        looked_at: parameters of it by their names in its state, alike on all ranks.
     """
+    if not looked_at:
+        return ChangedInState({})
     with GatheredParameters([*looked_at.values()]), torch.no_grad():
         own = _state(module, as_parameters=True)  # nothing where hooks need tensors without a gradient
         other = {name: one for name, one in looked_at.items() if own.get(name) is not one}
-        kept = [(one, one.data.clone()) for one in dict.fromkeys(other.values())]
-        try:
-            for number, (one, _) in enumerate(kept):  # a zero stays one when it is doubled, and two may be alike
-                drawn = torch.rand(one.shape, generator=torch.Generator().manual_seed(number), device="cpu")
-                one.data.copy_(2 * drawn - 1 if one.is_floating_point() else 25 + 100 * drawn)
+        weights = [*dict.fromkeys(other.values())]
+        with _drawn(weights, 0):
             state = _state(module) if other else {}
             # Hooks may refuse such values; then all that is not known to be as it is counts as changed.
-            return {name: one for name, one in other.items() if not _is_as_it_is(state.get(name), one)}
-        finally:
-            for one, data in kept:
-                one.data.copy_(data)
+            apart = {name for name, one in other.items() if not _is_as_it_is(state.get(name), one)}
+            anywhere = on_any_rank([name in apart for name in looked_at])
+            changed = {name: one for (name, one), found in zip(looked_at.items(), anywhere, strict=True) if found}
+            beside = state.keys() - (looked_at.keys() - changed.keys())
+            first = _copied(state, beside)
+        if not changed:
+            return ChangedInState({})
+        with _drawn(weights, 1):
+            second = _copied(_state(module), beside)
+            with _drawn(list(module.buffers()), 2):
+                third = _copied(_state(module), beside)
+    made = {name for name in beside if not _alike(first.get(name), second.get(name))}
+    mixed = {name for name in made if not _alike(second.get(name), third.get(name))}
+    return ChangedInState(changed, frozenset(made | changed.keys()), frozenset(mixed))
+
+
+@contextmanager
+def _drawn(tensors: Sequence[torch.Tensor], seed: int) -> Iterator[None]:
+    """Return a context in which tensors have values that are drawn: a zero stays one when it is doubled."""
+    kept = [(one.data, one.data.clone()) for one in tensors]
+    try:
+        for number, (one, _) in enumerate(kept):  # two may be alike
+            generator = torch.Generator().manual_seed(1000 * seed + number)
+            drawn = torch.rand(one.shape, generator=generator, device="cpu")
+            one.copy_(2 * drawn - 1 if one.is_floating_point() else 25 + 100 * drawn)
+        yield
+    finally:
+        for one, data in kept:
+            one.copy_(data)
+
+
+def on_any_rank(found: Sequence[bool]) -> list[bool]:
+    """Return what is true on one rank at least, where a state may be another one on each. All ranks call it."""
+    flags = torch.tensor(found, dtype=torch.int32, device=get_accelerator().current_device_name())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in flags.tolist()]
+
+
+def _without(state: Any, names: Iterable[str]) -> Any:
+    less = copy(state)  # with torch's attribute of a state (`_metadata`)
+    for name in names:
+        less.pop(name, None)
+    return less
+
+
+def _copied(state: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+    found = {key: value for name, value in state.items() if (key := name_of_state(name)) in names}
+    return {name: one.detach().clone() if isinstance(one, torch.Tensor) else one for name, one in found.items()}
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    try:
+        return bool(one == other)
+    except Exception:  # of whatever type it is
+        return False
+
+
+def _persistent(module: torch.nn.Module) -> Iterator[str]:
+    """Yield the names of buffers as the state would have them."""
+    for prefix, one in module.named_modules():
+        for name, buffer in one.named_buffers(recurse=False):
+            if buffer is not None and name not in one._non_persistent_buffers_set:
+                yield name_of_state(f"{prefix}.{name}" if prefix else name)
 
 
 def _state(module: torch.nn.Module, *, as_parameters: bool = False) -> Mapping[str, Any]:
@@ -116,28 +218,23 @@ def written_as_they_are(engine: Engine, made: Callable[[], set[str] | None]) -> 
             whole, named = checkpoint["module"], engine.module.named_parameters(remove_duplicate=False)
             there = {key: one for name, one in named if (key := name_of_state(name)) in whole}
             changed = changed_in_state(engine.module, there)
-            if not changed:
+            if not changed.parameters:
                 return loading(checkpoint)
-            given = {name: whole[name].clone() for name in changed}  # hooks may write into what they are given
+            given = {name: whole[name].clone() for name in changed.parameters}  # hooks may write into what they get
+            write(changed.parameters, given)
+            state = {**checkpoint, "module": changed.put_into(engine.module, whole)}
             if has_own_load(engine.module):  # which is as strict as it is
-                result = loading({**checkpoint, "module": _without(whole, names)})
+                result = loading(state)
             else:
-                with _strict_but_for(engine.module, set(changed), names):
-                    result = loading(checkpoint)
-            write(changed, given)
+                with _strict_but_for(engine.module, set(changed.parameters), names):
+                    result = loading(state)
+            write(changed.parameters, given)  # hooks may have rounded them
             return result
 
         return loaded
 
     with wrapped(engine, "load_module_state_dict", behind):
         yield
-
-
-def _without(state: Any, names: set[str]) -> Any:
-    less = copy(state)  # with torch's attribute of a state (`_metadata`)
-    for name in names & less.keys():
-        del less[name]
-    return less
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from ds_parity.engine.internals.changed_in_state import (
     changed_in_state,
     has_own_load,
+    on_any_rank,
     refuse_another_shape,
     write,
 )
@@ -114,24 +115,26 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     saved, made = _saved(first, path, engine.module)
     there = {name: value for name, value in saved.items() if name not in left}
     held = there | _of_other_names(there, {name: one for name, one in parameters.items() if name not in left})
-    # On ZeRO 3 no hook of the state has converted frozen weights, and those of the load are not given them.
+    # On ZeRO 3 no hook of the state has converted frozen weights, and those of the load would convert them back.
     partitioned = {name: one for name, one in parameters.items() if name in held and hasattr(one, "ds_id")}
     for name, one in partitioned.items():
         refuse_another_shape(name, held[name].shape, one)
     changed = changed_in_state(engine.module, partitioned)
-    given = {name: value for name, value in held.items() if name not in changed}
+    write(changed.parameters, held)
+    given = changed.put_into(engine.module, held)
     with GatheredParameters([*partitioned.values()], modifier_rank=0):
         # What a rank writes into a gathered parameter is the first one's anyway.
         found = engine.module.load_state_dict(with_versions(given, first["module"], engine.module), strict=False)
-    write(changed, held)
+    write(changed.parameters, held)  # hooks may have rounded them
     if strict:
         missing, more = (map(name_of_state, getattr(found, f"{which}_keys", ())) for which in ("missing", "unexpected"))
-        absent = [name for name in missing if name not in left | changed.keys()]
+        absent = [name for name in missing if name not in left | changed.parameters.keys()]
         if has_own_load(engine.module):  # it may return nothing, and leave out of its state what it does not load
             absent = [name for name in absent if name in own]
         unexpected = [*more]
         # What hooks have made of weights need not be known where these are there without them.
-        if made.intersection(unexpected) and (changed or changed_in_state(engine.module, parameters)):
+        (doubtful,) = on_any_rank([bool(made.intersection(unexpected))])
+        if doubtful and (changed.parameters or changed_in_state(engine.module, parameters).parameters):
             unexpected = [name for name in unexpected if name not in made]
         _refuse_other_names(absent, unexpected, set(map(name_of_state, of_none(engine, stepped))))
 
