@@ -267,7 +267,8 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             keep_loss_scale(engine, scale)  # one of fp16, which no pipeline runs in here, would grow
             if path is not None and engine.load_universal_checkpoint():
                 stepped = chain.from_iterable(choose(engine).groups())
-                universal_stages.load_layers(engine.module, Path(path).parent, stepped)
+                strict = options["load_module_strict"]
+                universal_stages.load_layers(engine.module, Path(path).parent, stepped, strict=strict)
         if path is not None and not options["load_module_only"]:
             scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
             ours = (state or {}).get(KEY, {})

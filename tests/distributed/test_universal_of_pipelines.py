@@ -629,7 +629,7 @@ def test_a_checkpoint_that_was_not_converted_is_said_to_be_none(two_ranks_at_len
 def test_a_buffer_that_a_layer_has_not_is_refused_on_every_rank(two_ranks_at_length):
     for strict, lenient in two_ranks_at_length.of(universal_of_more):
         assert strict.startswith("CheckpointError")
-        assert "it has mask in layer_00-model_states.pt, and this model's layer has not" in strict
+        assert "layer_00-model_states.pt has mask, which its layer does not take" in strict
         assert lenient == "nothing was raised"
 
 

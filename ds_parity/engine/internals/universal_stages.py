@@ -10,7 +10,9 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 
 from ds_parity.engine.internals.checkpoints import read
+from ds_parity.engine.internals.model_names import with_versions
 from ds_parity.engine.internals.stages import modules_of, shared_by_stages
+from ds_parity.errors import CheckpointError
 
 TIED: Final = "tied"
 """Under this name of a stage's state: where it has its tied layers."""
@@ -63,7 +65,7 @@ def refused(
     if unlike := _of_another_stage(model, folder, trained, saved_places):
         return f"{unlike}. {_WITHOUT}"
     unlike = _unlike(model, folder, trained, strict=strict)
-    return unlike or (_without_a_file(model, trained) or _surplus(model, folder) if strict else None)
+    return unlike or (_without_a_file(model, trained) if strict else None)
 
 
 def refused_as_it_is(
@@ -122,22 +124,38 @@ def of_several_stages(stages: Iterable[Mapping[str, int]]) -> str | None:
     return None
 
 
-def load_layers(model: Any, folder: Path, stepped: Iterable[Any]) -> None:
+def load_layers(model: Any, folder: Path, stepped: Iterable[Any], *, strict: bool) -> None:
     """Give a stage its frozen weights and buffers, out of the files of its layers that are in the folder.
 
     DeepSpeed loads what its optimizer steps (tools/deepspeed_faults/universal_without_layers.py, 0.19.8), and a
-    conversion copies no files of layers. Those that `refused` has passed are read.
+    conversion copies no files of layers. Those that `refused` has passed are read. What a layer takes is for its own
+    load to say: it may rename, drop or make what its state has not yet.
 
     Args:
         model: DeepSpeed's PipelineModule, of which this rank has a stage.
         folder: of the checkpoint's tag.
         stepped: the stage's parameters that the optimizer steps.
+        strict: what a file lacks of its layer, or has beside it, is an error; else it stays as it is, or is left out.
+
+    Raises:
+        CheckpointError: a layer's load misses something, or does not take what is there.
     """
-    for file, layer, names in _untrained(model, folder, {id(one) for one in stepped}):
-        if file.is_file():
-            saved = read(file, kept=True)
-            own = {name: saved[name] for name in names if name in saved}
-            layer.load_state_dict(own, strict=False)
+    trained = {id(one) for one in stepped}
+    for file, layer in _files(model, folder):
+        if not file.is_file():
+            continue
+        saved, left = read(file, kept=True), _stepped_names(layer, trained)
+        own = {name: value for name, value in saved.items() if name not in left}
+        found = layer.load_state_dict(with_versions(own, saved, layer), strict=False)
+        missing, more = (getattr(found, f"{which}_keys", ()) for which in ("missing", "unexpected"))
+        lost = [name for name in missing if name not in left]
+        if strict and (lost or more):
+            what = f"has {more[0]}, which its layer does not take" if more else f"has no {lost[0]}"
+            raise CheckpointError(
+                f"the universal checkpoint's {file.name} {what}: load it into the pipeline that was saved, or give "
+                f"load_module_strict=False to {'leave it out' if more else 'keep what this engine has'}. Loading ends "
+                "half way, so start a new engine"
+            )
 
 
 def share_tied_weights(model: Any) -> None:
@@ -269,11 +287,14 @@ def _untrained(model: Any, folder: Path, trained: set[int]) -> Iterator[tuple[Pa
     """Yield each layer of this stage with frozen weights or buffers, with the file that has it, and their names."""
     for file, layer in _files(model, folder):
         # A hook of a module may give the state other names, or copies of what is in it.
-        stepped = {name for name, one in layer.named_parameters(remove_duplicate=False) if id(one) in trained}
-        state = layer.state_dict(keep_vars=True)
+        stepped, state = _stepped_names(layer, trained), layer.state_dict(keep_vars=True)
         names = [name for name, one in state.items() if id(one) not in trained and name not in stepped]
         if names:
             yield file, layer, names
+
+
+def _stepped_names(layer: torch.nn.Module, trained: set[int]) -> set[str]:
+    return {name for name, one in layer.named_parameters(remove_duplicate=False) if id(one) in trained}
 
 
 def _without_a_file(model: Any, trained: set[int]) -> str | None:
@@ -294,32 +315,18 @@ def _without_a_file(model: Any, trained: set[int]) -> str | None:
     return None
 
 
-def _surplus(model: Any, folder: Path) -> str | None:
-    """What a file of a layer has that this layer has not: a buffer, or a frozen weight."""
-    for file, layer in _files(model, folder):
-        if file.is_file():
-            own = layer.state_dict()
-            more = next((name for name in read(file) if name not in own), None)
-            if more is not None:
-                return (
-                    f"it has {more} in {file.name}, and this model's layer has not. Nothing was loaded; load it into "
-                    "the pipeline that was saved, or give load_module_strict=False to leave it out"
-                )
-    return None
-
-
 def _unlike(model: Any, folder: Path, trained: set[int], *, strict: bool) -> str | None:
-    """What the files of layers do not have of this stage, if it must be there, or have in another shape.
+    """What no file has of this stage, if it must be there, or one has in another shape.
 
     Or what two files have otherwise of a tied layer, which was on two stages then and is on one now.
     """
     before: dict[tuple[int, str], tuple[str, Any]] = {}
     for file, layer, names in _untrained(model, folder, trained):
-        own, saved = layer.state_dict(), read(file) if file.is_file() else {}
-        lost = next((name for name in names if name not in saved), None)
-        if strict and lost is not None:
+        own, there = layer.state_dict(), file.is_file()
+        saved = read(file) if there else {}
+        if strict and not there:
             return (
-                f"it has no {lost} of {file.name}, a frozen weight or a buffer: a conversion copies no files of a "
+                f"it has no {names[0]} of {file.name}, a frozen weight or a buffer: a conversion copies no files of a "
                 "pipeline's layers. Nothing was loaded; copy the layer_*-model_states.pt of the checkpoint that was "
                 "converted into its folder, or give load_module_strict=False to keep what this engine has"
             )
