@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from torch.nn.parameter import UninitializedParameter
 
 from ds_parity.config.features import Wanted
@@ -35,9 +36,10 @@ def refuse_unfit(
 
     Raises:
         ConfigError: its parameters are partitioned and the stage is not 3; it has a MoE layer of DeepSpeed's, trains
-            parameters of several dtypes, or has one without elements, on stage 3; one group has trained ones in fp64
-            beside others, or frozen ones alone, on stage 1 or 2; a gradient has a dtype that stage 0 does not reduce,
-            is complex, or is sparse on another stage; or a parameter has no shape yet.
+            parameters of several dtypes, or has one without elements, on stage 3; on stage 1 or 2 one group has trained
+            ones in fp64 beside others, or frozen ones alone, or no expert of such a layer is trained; a gradient has a
+            dtype that stage 0 does not reduce, is complex, or is sparse on another stage; or a parameter has no shape
+            yet.
     """
     wanted = Wanted(config)
     chosen = list(chosen)
@@ -60,6 +62,7 @@ def refuse_unfit(
             _refuse_dtypes(model, stage, groups, chosen)
     if stage in (1, 2):
         _refuse_frozen(groups, stage)
+        _refuse_experts_in_parts(model, wanted, stage, trained)
 
 
 def _trained(model: torch.nn.Module, chosen: Container[int]) -> dict[str, torch.Tensor]:
@@ -212,4 +215,24 @@ def _refuse_experts(model: torch.nn.Module) -> None:
             f"zero_optimization.stage = 3, and {layers[0]} is DeepSpeed's own MoE layer: DeepSpeed partitions no "
             "experts that have a group of ranks of their own; use stage 0, 1 or 2, or experts without DeepSpeed's "
             "layer, as a ZeRO-3 leaf module (zero_optimization.leaf_module)"
+        )
+
+
+def _refuse_experts_in_parts(model: torch.nn.Module, wanted: Wanted, stage: int, trained: Container[int]) -> None:
+    # zero/stage_1_and_2.py, _configure_moe_settings (0.19.8): AssertionErrors.
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, MoE)}
+    if not layers:
+        return
+    which = f"zero_optimization.stage = {stage}, and {next(iter(layers))} is DeepSpeed's own MoE layer"
+    keys = ["reduce_scatter", "contiguous_gradients"][:stage]
+    off = [path for key in keys if wanted.off(path := f"zero_optimization.{key}")]
+    if off:
+        raise ConfigError(
+            f"{which}: {off[0]} is off, and DeepSpeed reduces the gradients of experts in one way alone there; "
+            "remove the key, or use stage 0"
+        )
+    if not any(is_moe_param(one) for one in _trained(model, trained).values()):
+        raise ConfigError(
+            f"{which}: none of its experts is trained, and DeepSpeed partitions such a model with a parameter group of "
+            "experts alone there; use stage 0, or train a parameter of one of them"
         )

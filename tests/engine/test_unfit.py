@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
 
 from ds_parity.engine.foreign_parameters import groups_handed_over, handed_over
 from ds_parity.engine.unfit import refuse_optimizer, refuse_unfit
@@ -231,3 +232,45 @@ def test_an_optimizer_of_matrices_is_refused_where_it_would_get_vectors():
 )
 def test_other_optimizers_are_taken(given):
     refuse_optimizer(given, {"optimizer": {"type": "OneBitAdam"}})
+
+
+def experts(*, trained):
+    """A layer before another one."""
+    layer = MoE(2, torch.nn.Linear(2, 2), num_experts=2, ep_size=1)
+    layer.deepspeed_moe.experts.requires_grad_(trained)
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), layer)
+
+
+def with_experts(stage, *, trained=True, chosen=(), **section):
+    model = experts(trained=trained)
+    wanted = [one for name, one in model.named_parameters() if name.startswith(tuple(chosen))]
+    refuse_unfit(model, {"zero_optimization": {"stage": stage, **section}}, chosen=wanted if chosen else ())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("given", [{"trained": False}, {"chosen": "0"}])
+def test_experts_of_which_none_is_trained_are_refused_where_deepspeed_asserts_that_they_are(stage, given):
+    with pytest.raises(ConfigError, match=rf"stage = {stage}, and 1 is .* MoE layer: none of its experts is trained"):
+        with_experts(stage, **given)
+
+
+@pytest.mark.parametrize(
+    ("stage", "key"), [(1, "reduce_scatter"), (2, "reduce_scatter"), (2, "contiguous_gradients")], ids=str
+)
+def test_experts_whose_gradients_are_reduced_another_way_are_refused(stage, key):
+    with pytest.raises(ConfigError, match=rf"stage = {stage}, and 1 is .*: zero_optimization\.{key} is off, and"):
+        with_experts(stage, **{key: False})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stage": 0, "trained": False, "reduce_scatter": False},
+        {"stage": 1, "contiguous_gradients": False},
+        {"stage": 2, "chosen": "1"},
+        {"stage": 2, "reduce_scatter": True},
+    ],
+    ids=str,
+)
+def test_other_experts_are_taken(given):
+    with_experts(**given)
