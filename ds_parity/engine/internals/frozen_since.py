@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+from deepspeed.moe.utils import is_moe_param
+
 from ds_parity.engine.internals.model_names import in_names_of, name_of_state
 from ds_parity.engine.internals.replaced import wrapped
 from ds_parity.engine.internals.surface import Engine, Parameter
@@ -22,7 +24,8 @@ def without_copies(engine: Engine, *, strict: bool, custom: bool) -> Iterator[No
     ZeRO 2 and 3 save a copy of each weight that is frozen then, and look for one of each that is frozen now, also where
     the model's state has had it already, or has nothing of it, which load_module_strict=False allows, or has it under
     the name without torch's checkpoint_wrapper (load_module_state_dict of runtime/engine.py, 0.19.8, which ends in a
-    KeyError).
+    KeyError). So it does for experts, which each rank has loaded: copies are the first rank's alone, and would replace
+    those of all (tools/deepspeed_faults/frozen_experts.py).
 
     Args:
         engine: a bare DeepSpeed engine, of no pipeline.
@@ -43,7 +46,7 @@ def without_copies(engine: Engine, *, strict: bool, custom: bool) -> Iterator[No
             spared: list[Parameter] = [
                 one
                 for name, one in own.items()
-                if not one.requires_grad and name not in there and one.is_floating_point()
+                if not one.requires_grad and one.is_floating_point() and (name not in there or is_moe_param(one))
                 if _needs_none(one, name_of_state(name), values, absent=absent)
             ]
             with set_to(True, spared):

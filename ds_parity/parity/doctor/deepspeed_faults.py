@@ -457,6 +457,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the loop calls load_checkpoint(load_optimizer_states=False) for a model with such hooks",
     ),
     DeepSpeedFault(
+        "frozen_experts",
+        "behind load_checkpoint() each rank has the frozen weights of the first rank's experts",
+        "train on ZeRO 1, or freeze nothing of an expert",
+        lambda c: c.stage == 2,
+        "the model has DeepSpeed's MoE layer with ep_size above 1, and weights of its experts are frozen",
+    ),
+    DeepSpeedFault(
         "skips_for_ever",
         "behind one step with a gradient that is not finite, every step is skipped, and nothing is learned",
         "leave data_types.grad_accum_dtype out, or offload_optimizer",
