@@ -1,5 +1,6 @@
 """A model whose state is not what is in it: hooks rename, convert and pack, and buffers have several names, or grow."""
 
+import math
 import re
 from pathlib import Path
 
@@ -222,6 +223,30 @@ class _Rounded(_Weighted):
             module.peak = state[f"{prefix}weight"].float().max()
 
 
+class _Told(_Doubled):
+    """The same beside a state of its own, without an equality, and a buffer of which an element is no number."""
+
+    def __init__(self):
+        super().__init__(trained=False)
+        self.register_buffer("mean", torch.tensor([math.nan, torch.rand(()).item()]))
+        self.own = torch.rand(()).item()
+
+    def get_extra_state(self):
+        return _Text(str(self.own))
+
+    def set_extra_state(self, state):
+        self.own = float(state.text)
+
+
+class _Text:
+    def __init__(self, text):
+        self.text = text
+
+    def float(self):
+        """Return itself: a conversion asks all that is beside weights for this."""
+        return self
+
+
 class _InPlace(_Doubled):
     """The same, and its load writes into what it is given."""
 
@@ -374,6 +399,7 @@ PARTS = {
     "a model's own load trusts in a key": lambda: nn.Linear(4, 4).requires_grad_(False),
     "a state is that of rank 0": _Base,
     "a load keeps the peak of a weight": lambda: _Rounded(trained=False),
+    "a state has more than weights": _Told,
     "a load writes in place": lambda: _InPlace(trained=True),
     "numpy takes a sum": _Numpy,
     "an empty buffer has two names": _EmptyTwice,
@@ -498,7 +524,8 @@ def _held(engine):
     module = engine.module
     with GatheredParameters([one for one in module.parameters() if hasattr(one, "ds_id")]):
         named = [*module.named_parameters(), *module.named_buffers()]
-        return {name: value.detach().tolist() for name, value in named}
+        held = {name: value.detach().tolist() for name, value in named}
+        return held | {"own": getattr(module.part, "own", None)}
 
 
 def _saved(stage, name, path):
@@ -532,7 +559,10 @@ def states_of_hooks(folder):
                     continue
                 said, engine = _loaded(way, stage, name, path)
                 held = _held(engine)
-                results[f"{stage} {way} {name}"] = [said, [one for one in saved if held.get(one) != saved[one]]]
+                results[f"{stage} {way} {name}"] = [
+                    said,
+                    [one for one in saved if str(held.get(one)) != str(saved[one])],
+                ]
     return from_all(results)
 
 

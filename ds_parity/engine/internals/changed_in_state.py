@@ -34,7 +34,7 @@ class ChangedInState:
     Attributes:
         parameters: by the names that they would have there.
         made: names in the state of what is made of them.
-        mixed: those of `made` that are made of buffers, too.
+        mixed: those of `made` that are made of buffers, too, which a checkpoint has nowhere else.
     """
 
     parameters: Mapping[str, Parameter]
@@ -53,12 +53,12 @@ class ChangedInState:
         Raises:
             CheckpointError: a buffer is nowhere but in one tensor with them.
         """
-        lost = [name for name in _persistent(module) if name not in saved]
-        if self.mixed and lost:
+        if self.mixed:
+            lost = next(name for name, _ in _persistent(module) if name not in saved)
             raise CheckpointError(
                 f"the model's state has weights and buffers in one tensor ({min(self.mixed)}), and ZeRO stage 3 has no "
-                f"whole weights where it saves a state, so that {lost[0]} is lost: have the state keep buffers by "
-                "their own names where it is saved. Loading ends half way, so start a new engine"
+                f"whole weights where it saves a state, so that {lost} is lost: have the state keep buffers by their "
+                "own names where it is saved. Loading ends half way, so start a new engine"
             )
         state = _without(saved, self.parameters.keys() | self.made)
         with GatheredParameters([*self.parameters.values()]), torch.no_grad():
@@ -66,7 +66,9 @@ class ChangedInState:
         return state
 
 
-def changed_in_state(module: torch.nn.Module, looked_at: Mapping[str, Parameter]) -> ChangedInState:
+def changed_in_state(
+    module: torch.nn.Module, looked_at: Mapping[str, Parameter], saved: Container[str] = ()
+) -> ChangedInState:
     """Return those parameters that the state of a model does not have as they are, on any rank.
 
     What is only copied there, or moved, is as it is. All ranks call it, and all of these are gathered for a while.
@@ -74,6 +76,7 @@ def changed_in_state(module: torch.nn.Module, looked_at: Mapping[str, Parameter]
     Args:
         module: the model.
         looked_at: parameters of it by their names in its state, alike on all ranks.
+        saved: names of what a checkpoint has; buffers that are not there may be lost.
     """
     if not looked_at:
         return ChangedInState({})
@@ -87,17 +90,27 @@ def changed_in_state(module: torch.nn.Module, looked_at: Mapping[str, Parameter]
             apart = {name for name, one in other.items() if not _is_as_it_is(state.get(name), one)}
             anywhere = on_any_rank([name in apart for name in looked_at])
             changed = {name: one for (name, one), found in zip(looked_at.items(), anywhere, strict=True) if found}
+            if not changed:
+                return ChangedInState({})
             beside = state.keys() - (looked_at.keys() - changed.keys())
             first = _copied(state, beside)
-        if not changed:
-            return ChangedInState({})
+            again = _copied(_state(module), beside)
         with _drawn(weights, 1):
             second = _copied(_state(module), beside)
-            with _drawn(list(module.buffers()), 2):
+            with _drawn([one for name, one in _persistent(module) if name not in saved and _can_be_drawn(one)], 2):
                 third = _copied(_state(module), beside)
-    made = {name for name in beside if not _alike(first.get(name), second.get(name))}
-    mixed = {name for name in made if not _alike(second.get(name), third.get(name))}
-    return ChangedInState(changed, frozenset(made | changed.keys()), frozenset(mixed))
+    # What is another one each time, as a module's own state without an equality is, tells nothing.
+    made = {name for name in _unlike(first, second) if _alike(first[name], again.get(name))}
+    return ChangedInState(changed, frozenset(made | changed.keys()), frozenset(made & _unlike(second, third)))
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """The names of what is another one in one of two states; none where hooks have refused the second."""
+    return {name for name in one if not _alike(one[name], other.get(name))} if other else set()
+
+
+def _can_be_drawn(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and 0 not in buffer.stride()  # of an expanded one an element has several places
 
 
 @contextmanager
@@ -136,19 +149,21 @@ def _copied(state: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
 
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
     try:
         return bool(one == other)
     except Exception:  # of whatever type it is
         return False
 
 
-def _persistent(module: torch.nn.Module) -> Iterator[str]:
-    """Yield the names of buffers as the state would have them."""
+def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield buffers by the names that the state would have for them."""
     for prefix, one in module.named_modules():
         for name, buffer in one.named_buffers(recurse=False):
-            if buffer is not None and name not in one._non_persistent_buffers_set:
-                yield name_of_state(f"{prefix}.{name}" if prefix else name)
+            if name not in one._non_persistent_buffers_set:
+                yield name_of_state(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _state(module: torch.nn.Module, *, as_parameters: bool = False) -> Mapping[str, Any]:
@@ -217,7 +232,7 @@ def written_as_they_are(engine: Engine, made: Callable[[], set[str] | None]) -> 
                 return loading(checkpoint)
             whole, named = checkpoint["module"], engine.module.named_parameters(remove_duplicate=False)
             there = {key: one for name, one in named if (key := name_of_state(name)) in whole}
-            changed = changed_in_state(engine.module, there)
+            changed = changed_in_state(engine.module, there, whole)
             if not changed.parameters:
                 return loading(checkpoint)
             given = {name: whole[name].clone() for name in changed.parameters}  # hooks may write into what they get

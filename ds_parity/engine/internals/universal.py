@@ -119,7 +119,7 @@ def load_untrained(engine: Engine, path: str, stepped: Iterable[Parameter], *, s
     partitioned = {name: one for name, one in parameters.items() if name in held and hasattr(one, "ds_id")}
     for name, one in partitioned.items():
         refuse_another_shape(name, held[name].shape, one)
-    changed = changed_in_state(engine.module, partitioned)
+    changed = changed_in_state(engine.module, partitioned, held)
     write(changed.parameters, held)
     given = changed.put_into(engine.module, held)
     with GatheredParameters([*partitioned.values()], modifier_rank=0):
