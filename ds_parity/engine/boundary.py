@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
-from ds_parity.engine.internals.rates_behind_loads import follow_a_loop
+from ds_parity.engine.internals.rates_behind_loads import follow_a_loop, loop_has_loaded
 from ds_parity.engine.internals.schedule import RolloutSchedule, failing_loudly
 from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.record.finished import Finished
@@ -47,9 +47,7 @@ class Boundary:
         self._by_rollout = by_rollout
         self._skips = Skips()
         self._scheduled: RolloutSchedule | None = None
-        # Of the last load without the scheduler's state, and whether a loop has loaded that; until the next step.
-        self._progress_there: Progress | None = None
-        self._state_given = False
+        self._progress_there: Progress | None = None  # of the last load, until the next step
         self.schedule()  # from the start on, the engine has the scheduler that moves by rollouts
 
     def schedule(self) -> RolloutSchedule | None:
@@ -82,23 +80,24 @@ class Boundary:
             loaded: the scheduler's state was loaded with it. Else it begins, in a fresh engine, unless a loop gives it
                 its state itself, before or behind, as Lightning does.
         """
-        given, self._state_given = self._state_given, False
         self._progress_there = Progress(self._ledger.rules.target, units_there)
-        if loaded:
-            return units_there
-        if given:
-            self._state_loaded()
-        return self._ledger.progress.units
+        return units_there if loaded else self._ledger.progress.units
 
     def _state_loaded(self) -> None:
-        """Take the place of a state that was loaded for the progress."""
-        self._state_given = True
+        """Take the place of a state that a loop has loaded for the progress."""
         if (schedule := self.schedule()) is None:
             return
-        ledger = self._ledger
-        known = [one for one in (self._progress_there, ledger.progress) if one is not None]
-        ledger.progress = schedule.progress(known) or ledger.progress
+        ledger, there = self._ledger, self._progress_there
+        known = [one for one in (there, ledger.progress) if one is not None]
+        ledger.progress = (there if loop_has_loaded(self._engine) else schedule.progress(known)) or ledger.progress
         schedule.resume_at(ledger.progress)
+
+    def _follow_a_loop(self) -> None:
+        """Before a step: go on from where a checkpoint was, if a loop has loaded the scheduler's state itself."""
+        there, self._progress_there = self._progress_there, None
+        if follow_a_loop(self._engine) and there is not None and (schedule := self.schedule()) is not None:
+            self._ledger.progress = there
+            schedule.resume_at(there)
 
     def mark(self, boundary: bool) -> None:
         """Tell DeepSpeed whether the coming backward and step end a window."""
@@ -121,7 +120,7 @@ class Boundary:
         self._adapter.refuse_unreduced()
         # Summed before the step: all ranks say there what they have used, while the weights are as they were.
         sums = self._meter.settle()
-        follow_a_loop(engine)
+        self._follow_a_loop()
         # The LR that the step uses is the one before the scheduler moves.
         lr = self._lr()
         if (schedule := self.schedule()) is not None:
@@ -138,7 +137,6 @@ class Boundary:
             else:
                 with self._adapter.corrected(window.expected, total):
                     engine.step(**kwargs)
-        self._progress_there, self._state_given = None, False
         if schedule is not None:  # DeepSpeed leaves it where it is where it skips a step
             schedule.advance_to(None)
         # DeepSpeed keeps the mark until the next one is set, and would end the next window at its first pass.

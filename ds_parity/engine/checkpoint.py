@@ -36,9 +36,11 @@ from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.model_parts import divided_by_mpu, number_of_parts
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.rates_behind_loads import (
+    await_a_loop,
     follow_the_schedule,
     kind_of_schedule,
     moved_by_the_schedule,
+    state_of_schedule,
     warn_of_another_schedule,
 )
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
@@ -62,7 +64,7 @@ from ds_parity.engine.kept_states import (
 from ds_parity.engine.members import MEMBERS, members, refuse_other_members
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.wire import RESUMES
-from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, SCHEDULER, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, SCHEDULER, SCHEDULER_STATE, Saving, agreed, write
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
 
@@ -154,6 +156,8 @@ def _go_on(
     follow_the_schedule(driver.engine, rates, ours.get(SCHEDULE), scheduler=scheduler, optimizer=optimizer)
     if scheduler:
         warn_of_another_schedule(driver.engine, ours.get(SCHEDULER))
+    else:
+        await_a_loop(driver.engine, _scheduler(driver), ours.get(SCHEDULER_STATE), ours.get(SCHEDULE))
 
 
 def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> bool:
@@ -211,6 +215,12 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     return path, state
 
 
+def _scheduler(driver: Driver) -> Any:
+    """The engine's scheduler, also where a loop has taken away from it one that moves by rollouts."""
+    schedule = driver.boundary.schedule()
+    return driver.engine.lr_scheduler if schedule is None else schedule
+
+
 def _stepped(driver: Driver) -> list[Any]:
     """The model's parameters that the optimizer steps."""
     return list(chain.from_iterable(driver.adapter.groups()))
@@ -248,6 +258,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         ours[_NAMES_IN_GROUPS] = [sorted(group) for group in driver.engine.optimizer.param_groups]
         ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())
         ours |= {SCHEDULE: moved_by_the_schedule(driver.engine), SCHEDULER: kind_of_schedule(driver.engine)}
+        ours[SCHEDULER_STATE] = state_of_schedule(_scheduler(driver))
         if (scaler := driver.adapter.grad_scaler()) is not None:
             ours[_GRAD_SCALER] = scaler.state_dict()
     except Exception as error:

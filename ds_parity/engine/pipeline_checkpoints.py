@@ -25,15 +25,17 @@ from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.rates_behind_loads import (
+    await_a_loop,
     follow_the_schedule,
     kind_of_schedule,
     moved_by_the_schedule,
+    state_of_schedule,
     warn_of_another_schedule,
 )
 from ds_parity.engine.internals.stages import as_it_was_saved, layer_without_a_file
 from ds_parity.engine.members import MEMBERS, members, of_all_stages, refuse_other_names, refuse_other_pipeline
 from ds_parity.engine.ranks.agreement import in_short
-from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, SCHEDULER, Gather, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, SCHEDULER, SCHEDULER_STATE, Gather, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of, tag_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
@@ -69,6 +71,7 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     ours[MEMBERS] = members(engine, adapter.groups_of_optimizer(), as_named=True)
     ours |= {universal_stages.TIED: universal_stages.places(engine.module), _SETTINGS: _settings(engine)}
     ours |= {SCHEDULE: moved_by_the_schedule(engine), SCHEDULER: kind_of_schedule(engine)}
+    ours[SCHEDULER_STATE] = state_of_schedule(engine.lr_scheduler)
     return {**own, KEY: ours}
 
 
@@ -275,6 +278,8 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             follow_the_schedule(engine, rates, ours.get(SCHEDULE), scheduler=scheduler, optimizer=optimizer)
             if scheduler:
                 warn_of_another_schedule(engine, ours.get(SCHEDULER))
+            else:
+                await_a_loop(engine, engine.lr_scheduler, ours.get(SCHEDULER_STATE), ours.get(SCHEDULE))
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

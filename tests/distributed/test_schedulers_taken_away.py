@@ -11,7 +11,8 @@ from tests.distributed.sets import on_two_ranks
 
 pytestmark = pytest.mark.ranks
 WINDOWS = 6
-BY_THE_LOOP = ("kept, behind", "behind", "before", "kept, never")
+BY_THE_LOOP = ("kept, behind", "kept, before", "kept, by its own object", "kept, weights alone", "behind", "before")
+BEGUN = "kept, never"
 SCHEDULERS = {
     "a function of the step": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "step by step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
@@ -57,7 +58,7 @@ def resumed(folder, scheduler):
         own.step()  # nothing has been consumed since
         found[name] = rates(one, range(3, WINDOWS), own)
         one.destroy()
-    return found | {order: _resumed_by_the_loop(folder, scheduler, order) for order in BY_THE_LOOP}
+    return found | {order: _resumed_by_the_loop(folder, scheduler, order) for order in (*BY_THE_LOOP, BEGUN)}
 
 
 def _resumed_by_the_loop(folder, scheduler, order):
@@ -66,14 +67,17 @@ def _resumed_by_the_loop(folder, scheduler, order):
     kept = order.startswith("kept")
     own = engine.lr_scheduler if kept else taken_from(engine)
     begun = own.state_dict()
-    _, client = engine.load_checkpoint(folder, tag="three", load_lr_scheduler_states=False)
-    if order == "before":
+    own = own.__wrapped__ if "object" in order else own
+    options = {"load_lr_scheduler_states": False, "load_optimizer_states": "alone" not in order}
+    _, client = engine.load_checkpoint(folder, tag="three", **options)
+    if "before" in order:
         own.load_state_dict(client["of the loop"])
-        engine.load_checkpoint(folder, tag="three", load_lr_scheduler_states=False)
-    elif order != "kept, never":
+        engine.load_checkpoint(folder, tag="three", **options)
+    elif order != BEGUN:
         own.load_state_dict(begun)
         own.load_state_dict(client["of the loop"])
-    own.step()
+    if "object" not in order:
+        own.step()
     found = rates(engine, range(3, WINDOWS), None if kept else own)
     engine.destroy()
     return found
@@ -109,11 +113,11 @@ class TestTakenAway:
             assert len(set(of["never stepped"])) == 1
             assert of["stepped now and then"] == [of["never stepped"][0]] * 2 + [of["kept"][2]] * 3 + [of["kept"][5]]
 
-    @pytest.mark.parametrize("engine", ["the same", "another", *BY_THE_LOOP[:3]])
+    @pytest.mark.parametrize("engine", ["the same", "another", *BY_THE_LOOP])
     def test_a_run_goes_on_from_its_checkpoint(self, two_ranks, name, engine):
         for found in two_ranks.of(taken_away):
             assert found[name][engine] == found[name]["kept"][3:]
 
     def test_a_schedule_begins_whose_state_nobody_loads(self, two_ranks, name):
         for found in two_ranks.of(taken_away):
-            assert found[name]["kept, never"] == found[name]["kept"][:3]
+            assert found[name][BEGUN] == found[name]["kept"][:3]

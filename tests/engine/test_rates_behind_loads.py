@@ -9,7 +9,13 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim import lr_scheduler
 
-from ds_parity.engine.internals.rates_behind_loads import follow_a_loop, follow_the_schedule, moved_by_the_schedule
+from ds_parity.engine.internals.rates_behind_loads import (
+    await_a_loop,
+    follow_a_loop,
+    follow_the_schedule,
+    moved_by_the_schedule,
+    state_of_schedule,
+)
 
 BOTH = ("scheduler", "optimizer")
 
@@ -220,33 +226,92 @@ def test_a_note_of_a_scheduler_is_no_rate_where_the_checkpoint_tells_one_or_it_i
     assert rates == pytest.approx([0.0125, 0.00625] if told else [0.7, 0.7] if two_rates else [0.1, 0.05])
 
 
-@pytest.mark.parametrize("made", [halved, one_cycle(0.1), lookahead, lambda it: lr_scheduler.CosineAnnealingLR(it, 7)])
-def test_a_loop_that_loads_the_scheduler_itself_goes_on_as_if_all_was_loaded(made):
-    saved = engine_of(made)
+def chained(optimizer):
+    return lr_scheduler.ChainedScheduler([halved(optimizer), lr_scheduler.ConstantLR(optimizer, 0.5, 2)])
+
+
+def state_of(engine):
+    return copy.deepcopy(engine.lr_scheduler.state_dict())
+
+
+def without_the_scheduler(engine, saved, *parts, taken=False):
+    """Load these parts, and let a loop do the rest; what it knows of the scheduler."""
+    before, own = moved_by_the_schedule(engine, whatever_moves=True), engine.lr_scheduler
+    if taken:
+        engine.lr_scheduler = None
+    if "optimizer" in parts:
+        engine.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
+    rates = moved_by_the_schedule(saved)
+    follow_the_schedule(engine, before, rates, scheduler=False, optimizer="optimizer" in parts)
+    await_a_loop(engine, own, state_of_schedule(saved.lr_scheduler), rates)
+    return own
+
+
+@pytest.mark.parametrize("parts", [(), ("optimizer",)])
+@pytest.mark.parametrize("order", ["before", "behind", "taken away", "taken away since"])
+@pytest.mark.parametrize(
+    "made",
+    [halved, one_cycle(0.1), lookahead, lambda it: lr_scheduler.CosineAnnealingLR(it, 7), Own, InATuple, chained],
+)
+def test_a_loop_that_loads_the_scheduler_itself_goes_on_as_if_all_was_loaded(made, order, parts):
+    saved, engine = engine_of(made), engine_of(made)
     stepped(saved, 3)
-    engine = loaded(engine_of(made), saved, "optimizer")
-    engine.lr_scheduler.load_state_dict(copy.deepcopy(saved.lr_scheduler.state_dict()))
-    follow_a_loop(engine)
+    if order == "before":
+        engine.lr_scheduler.load_state_dict(state_of(saved))
+    own = without_the_scheduler(engine, saved, *parts, taken=order == "taken away")
+    if order == "taken away since":
+        engine.lr_scheduler = None
+    if order != "before":
+        own.load_state_dict(state_of(saved))
+    assert follow_a_loop(engine)
+    engine.lr_scheduler = own
     assert stepped(engine, 4) == stepped(saved, 4)
 
 
-@pytest.mark.parametrize("rate", [None, 7.0])
-def test_a_loop_that_does_not_begins_with_its_own_rate(rate):
-    saved, engine = engine_of(halved), engine_of(halved)
+def fast_forward(engine, saved):
+    for _ in range(3):
+        engine.optimizer.step()
+        engine.lr_scheduler.step()
+
+
+def begun_anew(engine, saved):
+    engine.lr_scheduler.load_state_dict(state_of(engine_of(halved)))
+
+
+def in_its_place(engine, saved):
+    engine.lr_scheduler = lr_scheduler.StepLR(engine.optimizer, 2, 0.5)
+
+
+def set_by_the_loop(engine, saved):
+    engine.lr_scheduler.load_state_dict(state_of(saved))
+    engine.optimizer.param_groups[0]["lr"] = 7.0
+
+
+@pytest.mark.parametrize("does", [None, fast_forward, begun_anew, in_its_place, set_by_the_loop])
+def test_a_loop_that_does_anything_else_has_the_rates_that_it_makes(does):
+    saved, engine = engine_of(halved, lr=0.8), engine_of(halved)
     stepped(saved, 3)
-    loaded(engine, saved, "optimizer")
-    if rate is not None:  # a loop that sets it knows it
-        engine.lr_scheduler.load_state_dict(copy.deepcopy(saved.lr_scheduler.state_dict()))
-        engine.optimizer.param_groups[0]["lr"] = rate
-    follow_a_loop(engine)
-    assert engine.optimizer.param_groups[0]["lr"] == (rate or 0.1)
+    without_the_scheduler(engine, saved, "optimizer")
+    if does is not None:
+        does(engine, saved)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    assert follow_a_loop(engine) == (does is set_by_the_loop)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == rates
 
 
 def test_rates_are_put_back_before_one_step_alone():
     saved, engine = engine_of(halved), engine_of(halved)
     stepped(saved, 3)
-    loaded(engine, saved, "optimizer")
+    without_the_scheduler(engine, saved, "optimizer")
     follow_a_loop(engine)
-    engine.lr_scheduler.load_state_dict(copy.deepcopy(saved.lr_scheduler.state_dict()))
-    follow_a_loop(engine)
+    engine.lr_scheduler.load_state_dict(state_of(saved))
+    assert not follow_a_loop(engine)
     assert engine.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_checkpoint_that_does_not_tell_of_the_scheduler_changes_nothing():
+    saved, engine = engine_of(halved), engine_of(halved)
+    stepped(saved, 3)
+    await_a_loop(engine, engine.lr_scheduler, None, moved_by_the_schedule(saved))
+    engine.lr_scheduler.load_state_dict(state_of(saved))
+    assert not follow_a_loop(engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from deepspeed.runtime import lr_schedules
 
-from ds_parity.engine.internals.schedule import BY_ITERATION, behind_proxy, stands_at
+from ds_parity.engine.internals.schedule import BY_ITERATION, behind_proxy
 from ds_parity.engine.internals.surface import Engine
 
 _LOG = logging.getLogger("ds_parity")
@@ -23,21 +23,43 @@ _CYCLED = ("betas", "momentum")
 
 @dataclass(frozen=True, slots=True)
 class _Awaiting:
-    """A load without the scheduler's state, which its loop may load itself.
+    """A load without the scheduler's state, which its loop may load itself, or has loaded before.
 
     Attributes:
-        stood: where the scheduler stood behind it, as `stands_at` returns it.
-        left: what the groups had behind it.
-        saved: what they had where it was saved.
+        scheduler: the engine's, or one that was taken away from it; None for none.
+        state: what `state_of_schedule` was where it was saved.
+        left: what the groups had behind the load.
+        rates: what they had where it was saved.
     """
 
-    stood: float | None
+    scheduler: Any
+    state: Any
     left: Sequence[Mapping[str, Any]]
-    saved: Sequence[Mapping[str, Any]]
+    rates: Sequence[Mapping[str, Any]]
 
 
 _AWAITING: WeakKeyDictionary[Any, _Awaiting] = WeakKeyDictionary()
 """Of an engine's optimizer, until its next step."""
+
+
+def state_of_schedule(scheduler: Any) -> Any:
+    """Return of a scheduler's state what can be compared: numbers and texts, in lists and dicts; None without any.
+
+    Args:
+        scheduler: an engine's, or one that was taken away from it; None for none.
+    """
+    return None if scheduler is None else _plain(behind_proxy(scheduler).state_dict()) or None
+
+
+def _plain(value: Any) -> Any:
+    """The same without what is of other types, such as functions."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): one for name, item in value.items() if (one := _plain(item)) is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, int | float | str) else None
 
 
 def moved_by_the_schedule(engine: Engine, *, whatever_moves: bool = False) -> list[dict[str, Any]]:
@@ -47,7 +69,10 @@ def moved_by_the_schedule(engine: Engine, *, whatever_moves: bool = False) -> li
         engine: a bare DeepSpeed engine, of a pipeline or not.
         whatever_moves: also what this scheduler does not move, and others do.
     """
-    names = {*_OF_SCHEDULERS, *_CYCLED} if whatever_moves else _moved_by(engine.lr_scheduler)
+    return _values(engine, {*_OF_SCHEDULERS, *_CYCLED} if whatever_moves else _moved_by(engine.lr_scheduler))
+
+
+def _values(engine: Engine, names: Container[str]) -> list[dict[str, Any]]:
     return [
         {name: _copied(value) for name, value in group.items() if name in names}
         for group in engine.optimizer.param_groups
@@ -128,34 +153,60 @@ def follow_the_schedule(
     for group, own, values in zip(groups, before, due, strict=True):
         # Another scheduler, or another optimizer, may have been saved, which moved what none moves here.
         for name in own.keys() & values.keys() & moved:
-            if name == "betas" and name in group:
-                # The first is cycled, and the others are the optimizer's own (OneCycleLR and CyclicLR of torch 2.13.0,
-                # OneCycle of DeepSpeed 0.19.8).
-                first, *others = group[name]
-                group[name] = type(group[name])((_of_the_kind(first, values[name][0]), *others))
-            else:
-                group[name] = _of_the_kind(group.get(name), values[name])
-    if optimizer and saved is not None and len(saved) == len(groups):
-        stood = stands_at(behind_proxy(engine.lr_scheduler))
-        _AWAITING[engine.optimizer] = _Awaiting(stood, moved_by_the_schedule(engine), saved)
+            _put(group, name, values[name])
 
 
-def follow_a_loop(engine: Engine) -> None:
-    """Give the groups the rates of the checkpoint, where a loop has loaded the scheduler's state itself since a load.
+def _put(group: dict[str, Any], name: str, value: Any) -> None:
+    if name == "betas" and name in group:
+        # The first is cycled, and the others are the optimizer's own (OneCycleLR and CyclicLR of torch 2.13.0, OneCycle
+        # of DeepSpeed 0.19.8).
+        first, *others = group[name]
+        group[name] = type(group[name])((_of_the_kind(first, value[0]), *others))
+    else:
+        group[name] = _of_the_kind(group.get(name), value)
+
+
+def await_a_loop(engine: Engine, scheduler: Any, state: Any, rates: Sequence[Mapping[str, Any]] | None) -> None:
+    """Remember, behind a load without the scheduler's state, what it was: the loop may load that itself.
 
     Args:
-        engine: a bare DeepSpeed engine, of a pipeline or not, before its next step.
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+        scheduler: its own, or one that was taken away from it; None for none.
+        state: what `state_of_schedule` was where it was saved; None where the checkpoint does not tell.
+        rates: what `moved_by_the_schedule` was there; likewise.
     """
-    awaiting = _AWAITING.pop(engine.optimizer, None)
-    if awaiting is None or engine.lr_scheduler is None:
-        return
-    loaded = stands_at(behind_proxy(engine.lr_scheduler)) != awaiting.stood
-    if not loaded or moved_by_the_schedule(engine) != awaiting.left:  # a loop that sets rates itself knows them
-        return
-    moved = _moved_by(engine.lr_scheduler)
-    for group, values in zip(engine.optimizer.param_groups, awaiting.saved, strict=True):
-        for name in group.keys() & values.keys() & moved:
-            group[name] = _of_the_kind(group[name], values[name])
+    if state is not None and rates is not None and len(rates) == len(engine.optimizer.param_groups):
+        _AWAITING[engine.optimizer] = _Awaiting(scheduler, state, _values(engine, _moved_by(scheduler)), rates)
+
+
+def loop_has_loaded(engine: Engine) -> bool:
+    """Return whether the scheduler has the state of a checkpoint that was loaded without it since the last step.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+    """
+    awaiting = _AWAITING.get(engine.optimizer)
+    if awaiting is None:
+        return False
+    now = awaiting.scheduler if engine.lr_scheduler is None else engine.lr_scheduler
+    return bool(state_of_schedule(now) == awaiting.state)
+
+
+def follow_a_loop(engine: Engine) -> bool:
+    """Give the groups the rates of the checkpoint before the next step, where `loop_has_loaded`; return whether it has.
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+    """
+    loaded, awaiting = loop_has_loaded(engine), _AWAITING.pop(engine.optimizer, None)
+    if awaiting is None or not loaded:
+        return False
+    moved = _moved_by(awaiting.scheduler)
+    if _values(engine, moved) == awaiting.left:  # a loop that has set rates itself knows them
+        for group, values in zip(engine.optimizer.param_groups, awaiting.rates, strict=True):
+            for name in group.keys() & values.keys() & moved:
+                _put(group, name, values[name])
+    return True
 
 
 def _of_the_kind(own: Any, value: Any) -> Any:

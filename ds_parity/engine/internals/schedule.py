@@ -169,11 +169,12 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
         """Called behind each `load_state_dict`."""
         return self._self_on_load
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the scheduler's own state, as a loop does that keeps the scheduler itself."""
-        self.__wrapped__.load_state_dict(state)
+        returned = self.__wrapped__.load_state_dict(*args, **kwargs)
         for listener in self._self_on_load:
             listener()
+        return returned
 
     def progress(self, known: Sequence[Progress]) -> Progress | None:
         """Return the progress at which the scheduler stands; None where that can't be told of one that counts steps.
