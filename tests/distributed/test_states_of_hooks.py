@@ -106,6 +106,16 @@ class _Packed(nn.Module):
         return x * self.one + self.other
 
 
+class _PackedWithABuffer(_Packed):
+    """A weight and a buffer lie in one tensor of its state."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.weights = False
+        self.one = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("other", torch.randn(4))
+
+
 class _Twice(nn.Module):
     """One norm, with its statistics, under two names."""
 
@@ -497,7 +507,16 @@ class _OfTheFirstRank(_Model):
 
 
 OF_A_FORMAT = "a model's own load trusts in a key, trained"
+
+
+class _PackedOnTheFirstRank(_OfTheFirstRank):
+    def __init__(self, _, seed):
+        super().__init__(_PackedWithABuffer, seed)
+
+
+PACKED_ON_THE_FIRST = "packed, on the first rank"
 MODELS = {
+    PACKED_ON_THE_FIRST: _PackedOnTheFirstRank,
     "a model's own load trusts in a key": _OfAFormat,
     OF_A_FORMAT: _OfAFormat,
     "a state is that of rank 0": _OfTheFirstRank,
@@ -737,27 +756,20 @@ def test_what_a_model_has_not_is_refused_and_not_left_out(two_ranks_at_length, s
     assert found[f"{stage} {name} False"] == ["nothing was raised"] * 2
 
 
-class _PackedWithABuffer(_Packed):
-    """A weight and a buffer lie in one tensor of its state."""
-
-    def __init__(self):
-        nn.Module.__init__(self)
-        self.weights = False
-        self.one = nn.Parameter(torch.randn(4), requires_grad=False)
-        self.register_buffer("other", torch.randn(4))
-
-
 class _TrustingBesideABuffer(_Trusting):
     def __init__(self):
         super().__init__(trained=True)
         self.register_buffer("kept", torch.randn(4))
 
 
+NAMED = (OF_A_FORMAT, PACKED_ON_THE_FIRST)
+
+
 @at_length_on_two_ranks
 def states_that_lose_something(folder):
     """By part: what loads on ZeRO 3 end in where hooks take what is not there."""
     results = {}
-    parts = {"unguarded": _TrustingBesideABuffer, "packed": _PackedWithABuffer, OF_A_FORMAT: OF_A_FORMAT}
+    parts = {"unguarded": _TrustingBesideABuffer, "packed": _PackedWithABuffer, **dict(zip(NAMED, NAMED, strict=True))}
     for name, part in parts.items():
         path = f"{folder}/{len(results)}"
         _saved(3, part, path)
@@ -785,3 +797,8 @@ def test_a_buffer_that_is_packed_with_a_weight_is_lost_and_named(two_ranks_at_le
         assert re.search(
             r"weights and buffers in one tensor \(part\.packed\), and .* so that part\.other is lost", said
         )
+
+
+def test_what_the_first_rank_loses_ends_the_load_on_all(two_ranks_at_length):
+    for said in two_ranks_at_length.of(states_that_lose_something)[PACKED_ON_THE_FIRST][ALONE]:
+        assert re.search(r"weights and buffers in one tensor.* so that part\.other is lost", said)

@@ -35,11 +35,13 @@ class ChangedInState:
         parameters: by the names that they would have there.
         made: names in the state of what is made of them.
         mixed: those of `made` that are made of buffers, too, which a checkpoint has nowhere else.
+        lost: a rank has such.
     """
 
     parameters: Mapping[str, Parameter]
     made: frozenset[str] = frozenset()
     mixed: frozenset[str] = frozenset()
+    lost: bool = False
 
     def put_into(self, module: torch.nn.Module, saved: Mapping[str, Any]) -> Any:
         """Return a state that was saved, with what hooks make of these parameters, as they are now, in their place.
@@ -53,10 +55,11 @@ class ChangedInState:
         Raises:
             CheckpointError: a buffer is nowhere but in one tensor with them.
         """
-        if self.mixed:
-            lost = next(name for name, _ in _persistent(module) if name not in saved)
+        if self.lost:  # on every rank, where one alone has a state
+            lost = next((name for name, _ in _persistent(module) if name not in saved), "a buffer")
+            where = f" ({min(self.mixed)})" if self.mixed else ""
             raise CheckpointError(
-                f"the model's state has weights and buffers in one tensor ({min(self.mixed)}), and ZeRO stage 3 has no "
+                f"the model's state has weights and buffers in one tensor{where}, and ZeRO stage 3 has no "
                 f"whole weights where it saves a state, so that {lost} is lost: have the state keep buffers by their "
                 "own names where it is saved. Loading ends half way, so start a new engine"
             )
@@ -101,7 +104,9 @@ def changed_in_state(
                 third = _copied(_state(module), beside)
     # What is another one each time, as a module's own state without an equality is, tells nothing.
     made = {name for name in _unlike(first, second) if _alike(first[name], again.get(name))}
-    return ChangedInState(changed, frozenset(made | changed.keys()), frozenset(made & _unlike(second, third)))
+    mixed = made & _unlike(second, third)
+    (lost,) = on_any_rank([bool(mixed)])
+    return ChangedInState(changed, frozenset(made | changed.keys()), frozenset(mixed), lost)
 
 
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
