@@ -44,6 +44,7 @@ from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.model_parts import has_parts, refuse_mixed_parts
 from ds_parity.engine.internals.older import building
 from ds_parity.engine.internals.passing_through import let_others_pass
+from ds_parity.engine.internals.replaced_layers import refusing_to_lose_layers
 from ds_parity.engine.internals.tensor_groups import (
     ranks_apart,
     refuse_group,
@@ -248,6 +249,7 @@ def honoured(
         own_adagrad(),
         own_autocast(),
         experts_in_one_order(),
+        refusing_to_lose_layers(keywords.get("model"), rewritten.config),
     ):
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
         keep_comm_dtype(engine)
@@ -357,7 +359,8 @@ def _forward_only(
     # With AutoTP DeepSpeed makes an mpu of its own.
     if keywords.get("mpu") is None and autotp_size(extended) < 2:
         refuse_remembered_parts()
-    returned = bare(**keywords)
+    with refusing_to_lose_layers(keywords.get("model"), extended):
+        returned = bare(**keywords)
     if has_parts(returned[0]):
         refuse_mixed_parts(returned[0])
     refuse_dropped_tokens(returned[0])

@@ -19,7 +19,7 @@ from ds_parity.planning.rollout import MicroBatch
 from ds_parity.trace import read_header
 from tests.distributed.cells import STAGES, config, runs_forward
 from tests.distributed.engines import from_all, refusal
-from tests.distributed.sets import on_four_ranks, on_two_ranks
+from tests.distributed.sets import at_length_on_two_ranks, on_four_ranks, on_two_ranks
 
 try:
     from deepspeed.runtime.tensor_parallel import init_utils
@@ -83,6 +83,83 @@ def loss_of(engine, seed):
 def one_pass(engine, seed, **counts):
     engine.backward(loss_of(engine, seed), **counts)
     engine.step()
+
+
+class Scaled(torch.nn.Linear):
+    """Has a factor of its own, which is 1."""
+
+    def __init__(self, *sizes, trained=False, **options):
+        super().__init__(*sizes, **options)
+        self.factor = torch.nn.Parameter(torch.ones(()), requires_grad=trained)
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+class Bounded(torch.nn.Linear):
+    """Has no more parameters, and gives another thing."""
+
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+class Spelt(torch.nn.Linear):
+    """Is a plain one, in its own words, as Falcon's is."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+def with_layer(made, hook=None):
+    model = Divided()
+    model.up = made(4, 8)
+    if hook is not None:
+        model.up.register_forward_hook(hook)
+    return model
+
+
+def doubled(module, inputs, output):
+    return output * 2
+
+
+LAYERS = {
+    "a frozen factor": (lambda: with_layer(Scaled), "factor"),
+    "a trained factor": (lambda: with_layer(partial(Scaled, trained=True)), "factor"),
+    "another function": (lambda: with_layer(Bounded), "what its own forward() does"),
+    "a hook": (lambda: with_layer(torch.nn.Linear, doubled), "its hook doubled"),
+    "weight norm": (
+        lambda: with_layer(lambda *sizes: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(*sizes))),
+        "parametrizations.weight.original0",
+    ),
+    "a plain one": (lambda: with_layer(Spelt), None),
+}
+
+
+@at_length_on_two_ranks
+def layers_of_more(folder):
+    """By stage, or how it runs, and layer: what the build of an engine over it ends in."""
+    said = {}
+    for name, (made, _) in LAYERS.items():
+        for stage in (0, 2, 3):
+            with forgetting():
+                said[f"{stage} {name}"] = from_all(refusal(lambda: build(divided_config(stage), made())))  # noqa: B023
+        with forgetting():
+            extended = runs_forward(divided_config(0))
+            said[f"forward {name}"] = from_all(refusal(lambda: build(extended, made())))  # noqa: B023
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [0, 2, 3, "forward"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_that_is_more_than_its_weight_is_refused_where_it_is_replaced(two_ranks_at_length, name, way):
+    without = LAYERS[name][1]
+    for said in two_ranks_at_length.of(layers_of_more)[f"{way} {name}"]:
+        if without is None:
+            assert said == "nothing was raised"
+        else:
+            assert said.startswith("ConfigError: tensor_parallel.autotp_size = 2: in the place of up (")
+            assert f"and is without {without}. Merge adapters" in said
 
 
 @on_two_ranks

@@ -168,7 +168,9 @@ OTHERS = {
     *("checkpoint", "get_cuda_rng_tracker", "get_states", "non_reentrant_checkpoint"),  # of activations
     *("_hp_grad", "grad_accum"),  # of parameters: guards name them
     *("fill_", "last_batch_iteration"),  # the latter of DeepSpeed's schedulers
-    *("left", "saved", "stood"),  # of a load without the scheduler's state
+    *("left", "rates", "scheduler"),  # of a load without the scheduler's state
+    *("beside", "has"),  # of a layer before AutoTP
+    *("Embedding", "Linear", "__qualname__", "forward", "linear", "train", "weight"),
     *("_non_persistent_buffers_set", "buffers", "put_into"),  # the last one of what a state changes
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),
     *("SGD", "Tensor", "VALID_LR_SCHEDULES", "__name__", "clone", "count"),

@@ -129,6 +129,7 @@ FP16_ZERO0 = {"fp16": {"enabled": True}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 # What scripts have in their configurations beside what their places say.
 BESIDE = {
+    "autotp_loses_adapters": {"tensor_parallel": {"autotp_size": 2}},
     "lion_moves_unused_weights": {"optimizer": {"type": "Lion"}},
     "l2_adam_on_cpu": {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
     "several_passes": {"gradient_accumulation_steps": 4},

@@ -464,6 +464,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the model has DeepSpeed's MoE layer with ep_size above 1, and weights of its experts are frozen",
     ),
     DeepSpeedFault(
+        "autotp_loses_adapters",
+        "a layer with an adapter, a forward of its own or hooks gives what its weight and bias give alone",
+        "merge adapters into the layers, leave the layer out of the plan, or leave tensor_parallel out",
+        lambda c: (whole(c.raw("tensor_parallel.autotp_size")) or 1) > 1,
+        "AutoTP divides a layer of the model that has more than a weight and a bias, such as one of LoRA",
+    ),
+    DeepSpeedFault(
         "skips_for_ever",
         "behind one step with a gradient that is not finite, every step is skipped, and nothing is learned",
         "leave data_types.grad_accum_dtype out, or offload_optimizer",
