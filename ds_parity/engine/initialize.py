@@ -44,7 +44,7 @@ from ds_parity.engine.internals.installed import installed
 from ds_parity.engine.internals.model_parts import has_parts, refuse_mixed_parts
 from ds_parity.engine.internals.older import building
 from ds_parity.engine.internals.passing_through import let_others_pass
-from ds_parity.engine.internals.replaced_layers import refusing_to_lose_layers
+from ds_parity.engine.internals.replaced_layers import layers_of
 from ds_parity.engine.internals.tensor_groups import (
     ranks_apart,
     refuse_group,
@@ -235,11 +235,12 @@ def honoured(
     if optimizer is None:
         # A framework knows which of its engines it trains; who calls ds_parity may have forgotten the optimizer.
         _say_what_it_is(keywords.get("model"), logging.WARNING if kind is ParityEngine else logging.INFO)
-        return _forward_only({**keywords, **without_keys(keywords, extended)}, extended, bare)
+        return _forward_only({**keywords, **without_keys(keywords, extended)}, extended, bare, everybody)
     number = agree(everybody, {**_alike(rewritten), **given_in_words(keywords)}, keywords.get("model"))
     refuse_shared(everybody, rewritten.settings.trace, keywords.get("model"))
     keywords = {**keywords, **_made_together(keywords, everybody)}
     plain = {"args": _without_config(keywords.get("args")), "config": rewritten.config, "config_params": None}
+    whole = layers_of(keywords.get("model"), rewritten.config)
     # All ranks have agreed by now, so that none waits inside DeepSpeed for one that raised.
     with (
         saying_what_is_waited_for(),
@@ -249,11 +250,12 @@ def honoured(
         own_adagrad(),
         own_autocast(),
         experts_in_one_order(),
-        refusing_to_lose_layers(keywords.get("model"), rewritten.config),
+        whole.explaining(),
     ):
         engine, wrapper, loader, _ = bare(**{**keywords, **plain})
         keep_comm_dtype(engine)
     with all_or_none(everybody):
+        whole.refuse_lost()
         refuse_foreign_scheduler_made(keywords, engine.lr_scheduler, engine.optimizer)
     refuse_unable(engine)
     if pipeline:
@@ -354,13 +356,16 @@ def _made_together(keywords: Mapping[str, Any], everybody: Asked) -> dict[str, A
 
 
 def _forward_only(
-    keywords: Mapping[str, Any], extended: Mapping[str, Any], bare: Initialize
+    keywords: Mapping[str, Any], extended: Mapping[str, Any], bare: Initialize, everybody: Asked
 ) -> tuple[Any, Any, Any, Any]:
     # With AutoTP DeepSpeed makes an mpu of its own.
     if keywords.get("mpu") is None and autotp_size(extended) < 2:
         refuse_remembered_parts()
-    with refusing_to_lose_layers(keywords.get("model"), extended):
+    whole = layers_of(keywords.get("model"), extended)
+    with whole.explaining():
         returned = bare(**keywords)
+    with all_or_none(everybody):
+        whole.refuse_lost()
     if has_parts(returned[0]):
         refuse_mixed_parts(returned[0])
     refuse_dropped_tokens(returned[0])

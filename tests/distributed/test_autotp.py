@@ -103,6 +103,27 @@ class Bounded(torch.nn.Linear):
         return super().forward(x).tanh()
 
 
+class Rounded(torch.nn.Linear):
+    """Its weight has 8 bits."""
+
+    def forward(self, x):
+        step = self.weight.abs().max() / 127
+        return torch.nn.functional.linear(x, (self.weight / step).round() * step, self.bias)
+
+
+class Dropped(torch.nn.Linear):
+    """Drops some of what it gives, in training."""
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def counted(layer, x):
+    """A forward that would tell of a call that nobody has asked for."""
+    layer.calls += 1
+    return torch.nn.functional.linear(x, layer.weight, layer.bias)
+
+
 class Spelt(torch.nn.Linear):
     """Is a plain one, in its own words, as Falcon's is."""
 
@@ -131,7 +152,10 @@ LAYERS = {
         lambda: with_layer(lambda *sizes: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(*sizes))),
         "parametrizations.weight.original0",
     ),
+    "8 bits": (lambda: with_layer(Rounded), "what its own forward() does"),
+    "dropout": (lambda: with_layer(Dropped), "what its own forward() does"),
     "a plain one": (lambda: with_layer(Spelt), None),
+    "a compiled one": (lambda: with_layer(lambda *sizes: torch.compile(torch.nn.Linear(*sizes))), None),
 }
 
 
@@ -148,6 +172,15 @@ def layers_of_more(folder):
         with forgetting():
             extended = runs_forward(divided_config(0))
             said[f"forward {name}"] = from_all(refusal(lambda: build(extended, made())))  # noqa: B023
+    with forgetting():
+        hook = doubled if dist.get_rank() == 0 else None
+        said["one rank"] = from_all(refusal(lambda: build(divided_config(2), with_layer(torch.nn.Linear, hook))))
+    with forgetting():
+        model = Divided()
+        state = torch.random.get_rng_state()
+        model.last.calls, model.last.forward = 0, partial(counted, model.last)  # it is not in the plan
+        build(divided_config(2), model)
+        said["untouched"] = from_all([model.last.calls, torch.equal(state, torch.random.get_rng_state())])
     return said
 
 
@@ -162,6 +195,19 @@ def test_a_layer_that_is_more_than_its_weight_is_refused_where_it_is_replaced(tw
         else:
             assert said.startswith("ConfigError: tensor_parallel.autotp_size = 2: in the place of up (")
             assert f"and is without {without}. Merge adapters" in said
+
+
+@pytest.mark.slow
+def test_what_one_rank_loses_is_told_to_the_others(two_ranks_at_length):
+    own, told = two_ranks_at_length.of(layers_of_more)["one rank"]
+    assert own.startswith("ConfigError: tensor_parallel.autotp_size = 2: in the place of up (")
+    assert told.startswith("RankDesyncError")
+    assert "its hook doubled" in told
+
+
+@pytest.mark.slow
+def test_no_layer_is_run_to_see_what_it_does_but_one_that_was_replaced(two_ranks_at_length):
+    assert two_ranks_at_length.of(layers_of_more)["untouched"] == [[0, True]] * 2
 
 
 @on_two_ranks

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-from ds_parity.config.autotp import autotp_size
+from ds_parity.config.autotp import AUTOTP, autotp_size
 from ds_parity.errors import ConfigError
 
 _OF_DEEPSPEED: Final = ("deepspeed", "ds_parity")
 _PUT_IN: Final = ("deepspeed.module_inject", "torch.nn")  # a slice of an embedding is torch's own
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_COMPILED: Final = "_orig_mod"  # torch.compile's name for what it wraps
 _MATRIX: Final = 2
 
 
@@ -33,106 +33,131 @@ class _Layer:
     Attributes:
         module: itself.
         has: the names of its parameters and buffers.
-        beside: what it does beside multiplying by its weight, in words; None for nothing.
+        shape: of its weight; () without one.
     """
 
     module: torch.nn.Module
     has: frozenset[str]
-    beside: str | None
+    shape: tuple[int, ...]
 
 
-@contextmanager
-def refusing_to_lose_layers(model: Any, config: Mapping[str, Any]) -> Iterator[None]:
-    """Return a context in which DeepSpeed builds an engine whose model loses nothing by AutoTP.
+@dataclass(frozen=True, slots=True)
+class WholeLayers:
+    """The layers of a model before DeepSpeed builds an engine over it, which may divide some by AutoTP.
+
+    Attributes:
+        model: that the engine is built over.
+        size: of AutoTP's groups; 1 without it.
+        layers: by their names; none without AutoTP.
+    """
+
+    model: Any
+    size: int
+    layers: Mapping[str, _Layer] = field(repr=False)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Return a context in which an error that comes of a layer that has lost something is explained so.
+
+        Raises:
+            ConfigError: as `refuse_lost` does.
+        """
+        try:
+            yield
+        except Exception as error:
+            try:
+                self.refuse_lost()
+            except ConfigError as lost:
+                raise lost from error
+            raise
+
+    def refuse_lost(self) -> None:
+        """Raise ConfigError where a layer was replaced that has more than a weight and a bias; the model is changed."""
+        lost = self._lost()
+        if lost is None:
+            return
+        name, module, what = lost
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        raise ConfigError(
+            f"{AUTOTP} = {self.size}: in the place of {name} ({kind}) DeepSpeed's AutoTP puts a layer that has its "
+            f"weight and bias alone, and is without {what}. Merge adapters into the layers before initialize() "
+            "(merge_and_unload() of peft), leave the layer out of the plan (tensor_parallel.partition_config), or "
+            "train without AutoTP. The model is changed already: build it anew"
+        )
+
+    def _lost(self) -> tuple[str, torch.nn.Module, str] | None:
+        """The name of a layer that was replaced, itself, and what is gone with it; None where there is none."""
+        now = dict(self.model.named_modules(remove_duplicate=False)) if self.layers else {}
+        found: str | None = None
+        for name, layer in self.layers.items():
+            by = now.get(name)
+            inside = found is not None and name.startswith(f"{found}.")
+            if inside or by is layer.module or not type(by).__module__.startswith(_PUT_IN):
+                continue
+            found = name
+            has = frozenset() if by is None else _names(by)
+            gone = sorted(layer.has - has - {"weight", "bias"}, key=lambda one: (one.startswith("base_layer."), one))
+            what = gone[0] if gone else _beside(layer)
+            if what is not None:
+                return name, layer.module, what
+        return None
+
+
+def layers_of(model: Any, config: Mapping[str, Any]) -> WholeLayers:
+    """Return the layers of a model as they are before AutoTP.
 
     Args:
-        model: that the engine is built over; anything that is no module passes.
+        model: that an engine is built over; anything that is no module has none.
         config: the configuration, extended or not.
-
-    Raises:
-        ConfigError: a layer that was replaced has more than a weight and a bias. The model is changed by then.
     """
     size = autotp_size(config)
-    if size < 2 or not isinstance(model, torch.nn.Module):  # of one rank nothing is divided
-        yield
-        return
-    layers = {name: _looked_at(one) for name, one in model.named_modules()}
-    try:
-        yield
-    except Exception as error:
-        if lost := _lost(model, layers):
-            raise _refusal(size, *lost) from error
-        raise
-    if lost := _lost(model, layers):
-        raise _refusal(size, *lost)
+    if size == 1 or not isinstance(model, torch.nn.Module):
+        return WholeLayers(model, size, {})
+    named = model.named_modules(remove_duplicate=False)
+    return WholeLayers(model, size, {name: _Layer(one, _names(one), _shape(one)) for name, one in named})
 
 
-def _refusal(size: int, name: str, layer: _Layer, what: str) -> ConfigError:
-    kind = f"{type(layer.module).__module__}.{type(layer.module).__qualname__}"
-    return ConfigError(
-        f"tensor_parallel.autotp_size = {size}: in the place of {name} ({kind}) DeepSpeed's AutoTP puts a layer that "
-        f"has its weight and bias alone, and is without {what}. Merge adapters into the layers before initialize() "
-        "(merge_and_unload() of peft), leave the layer out of the plan (tensor_parallel.partition_config), or train "
-        "without AutoTP. The model is changed already: build it anew"
-    )
+def _uncompiled(module: Any) -> Any:
+    return getattr(module, _COMPILED, module)
 
 
-def _looked_at(module: torch.nn.Module) -> _Layer:
-    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    return _Layer(module, frozenset(name for name, _ in named), _beside(module))
+def _names(module: torch.nn.Module) -> frozenset[str]:
+    inner = _uncompiled(module)
+    named = chain(inner.named_parameters(remove_duplicate=False), inner.named_buffers(remove_duplicate=False))
+    return frozenset(name for name, _ in named)
 
 
-def _beside(module: torch.nn.Module) -> str | None:
-    hooks = chain.from_iterable(getattr(module, name).values() for name in _HOOKS)
+def _shape(module: torch.nn.Module) -> tuple[int, ...]:
+    weight = getattr(_uncompiled(module), "weight", None)
+    return tuple(getattr(weight, "ds_shape", weight.shape)) if isinstance(weight, torch.Tensor) else ()
+
+
+def _beside(layer: _Layer) -> str | None:
+    """What a layer does beside multiplying by its weight, in words; None for nothing."""
+    both = dict.fromkeys((layer.module, _uncompiled(layer.module)))
+    hooks = chain.from_iterable(getattr(one, name).values() for one in both for name in _HOOKS)
     of_others = [one for one in hooks if not str(getattr(one, "__module__", "")).startswith(_OF_DEEPSPEED)]
     if of_others:
         return f"its hook {getattr(of_others[0], '__qualname__', type(of_others[0]).__qualname__)}"
-    return "what its own forward() does" if _is_another_function(module) else None
+    return "what its own forward() does" if _is_another_function(_uncompiled(layer.module), layer.shape) else None
 
 
-def _is_another_function(module: torch.nn.Module) -> bool:
-    """Whether a layer with a matrix gives another thing than the product with it."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or isinstance(module, torch.nn.Embedding):
-        return False
+def _is_another_function(module: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a layer that was replaced gives another thing than the product with its weight."""
     of_transformers = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", torch.nn.Linear)
-    plain = {torch.nn.Linear.forward, of_transformers.forward}
-    if type(module).forward in plain and "forward" not in vars(module):
+    plain = {torch.nn.Linear.forward, torch.nn.Embedding.forward, of_transformers.forward}
+    if (type(module).forward in plain and "forward" not in vars(module)) or len(shape) != _MATRIX:
         return False
-    partitioned = [one for one in module.parameters() if hasattr(one, "ds_id")]
+    device, generator = module.weight.device, torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, generator=generator).to(device) for size in (shape, (2, 3, shape[1])))
+    bias = None if getattr(module, "bias", None) is None else torch.randn(shape[0], generator=generator).to(device)
+    # All that it has is a copy meanwhile, and the caller's random numbers go on from where they were.
+    own = {name: one.detach().clone() for name, one in module.named_buffers()} | {"weight": weight}
+    own |= {} if bias is None else {"bias": bias}
     try:
-        with GatheredParameters(partitioned) if partitioned else nullcontext(), torch.no_grad():
-            return _differs(module)
+        with torch.random.fork_rng(), torch.no_grad():
+            found = torch.func.functional_call(module, own, (x,))
+        due = torch.nn.functional.linear(x, weight, bias)
+        return not (found.shape == due.shape and torch.allclose(found, due, rtol=1e-5, atol=1e-5))
     except Exception:  # it takes other inputs, of which nothing is known here
         return False
-
-
-def _differs(module: Any) -> bool:
-    weight, bias, trains = module.weight, getattr(module, "bias", None), module.training
-    if weight.dim() != _MATRIX or not weight.is_floating_point():
-        return False
-    x = torch.rand((3, weight.shape[1]), generator=torch.Generator().manual_seed(0)).to(weight)
-    try:
-        module.train(False)
-        found = module(x)
-    finally:
-        module.train(trains)
-    due = torch.nn.functional.linear(x, weight, bias)
-    return not (found.shape == due.shape and torch.allclose(found, due, rtol=1e-2, atol=1e-2))
-
-
-def _lost(model: torch.nn.Module, before: Mapping[str, _Layer]) -> tuple[str, _Layer, str] | None:
-    """The name of a layer that was replaced, itself, and what is gone with it; None where there is none."""
-    now, found = dict(model.named_modules()), ""
-    for name, layer in before.items():
-        inside = bool(found) and name.startswith(f"{found}.")
-        by = now.get(name)
-        if inside or by is layer.module or not type(by).__module__.startswith(_PUT_IN):
-            continue
-        found = name
-        has = _looked_at(by).has if by is not None else frozenset()
-        gone = sorted(layer.has - has - {"weight", "bias"}, key=lambda one: (one.startswith("base_layer."), one))
-        what = gone[0] if gone else layer.beside
-        if what is not None:
-            return name, layer, what
-    return None
