@@ -107,6 +107,39 @@ class _Counted(_Layer):
         return super().forward(x)
 
 
+class _Doubled(_Layer):
+    """Its state has a trained weight twice as large, and its load takes the key without a look at it."""
+
+    def __init__(self, old):
+        super().__init__(old)
+        self._register_state_dict_hook(self.saved)
+
+    @staticmethod
+    def saved(module, state, prefix, _):
+        state[f"{prefix}inner.weight"] = state[f"{prefix}inner.weight"] * 2
+
+    @staticmethod
+    def loaded(module, state, prefix, *_):
+        state[f"{prefix}inner.weight"] = state[f"{prefix}inner.weight"] / 2
+
+
+class _Summed(_Layer):
+    """Its state has a sum of a trained weight, which its load drops with that."""
+
+    def __init__(self, old):
+        super().__init__(old)
+        self._register_state_dict_hook(self.saved)
+
+    @staticmethod
+    def saved(module, state, prefix, _):
+        state[f"{prefix}sum"] = state[f"{prefix}inner.weight"].sum()
+
+    @staticmethod
+    def loaded(module, state, prefix, *_):
+        if f"{prefix}inner.weight" in state:
+            state.pop(f"{prefix}sum")
+
+
 def _has(layer):
     """What a load brings back."""
     own = {name: one.tolist() for name, one in layer.named_buffers()}
@@ -114,6 +147,7 @@ def _has(layer):
 
 
 KINDS = {"dropped": _Dropped, "loose": _Loose, "renamed": _Renamed, "later": _Later, "counted": _Counted}
+KINDS |= {"doubled": _Doubled, "summed": _Summed}
 
 
 @at_length_on_two_ranks

@@ -146,9 +146,12 @@ def load_layers(model: Any, folder: Path, stepped: Iterable[Any], *, strict: boo
             continue
         saved, left = read(file, kept=True), _stepped_names(layer, trained)
         own = {name: value for name, value in saved.items() if name not in left}
+        if not own:
+            continue
+        state = layer.state_dict()  # of trained weights, too, which its load may need to know what is made of them
         found = layer.load_state_dict(with_versions(own, saved, layer), strict=False)
         missing, more = (getattr(found, f"{which}_keys", ()) for which in ("missing", "unexpected"))
-        lost = [name for name in missing if name not in left]
+        lost, more = [name for name in missing if name not in left], [name for name in more if name not in state]
         if strict and (lost or more):
             what = f"has {more[0]}, which its layer does not take" if more else f"has no {lost[0]}"
             raise CheckpointError(
