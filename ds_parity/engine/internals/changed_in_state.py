@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -115,7 +116,7 @@ def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
 
 
 def _can_be_drawn(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() and 0 not in buffer.stride()  # of an expanded one an element has several places
+    return 0 not in buffer.stride()  # of an expanded one an element has several places
 
 
 @contextmanager
@@ -126,7 +127,8 @@ def _drawn(tensors: Sequence[torch.Tensor], seed: int) -> Iterator[None]:
         for number, (one, _) in enumerate(kept):  # two may be alike
             generator = torch.Generator().manual_seed(1000 * seed + number)
             drawn = torch.rand(one.shape, generator=generator, device="cpu")
-            one.copy_(2 * drawn - 1 if one.is_floating_point() else 25 + 100 * drawn)
+            signed = one.is_floating_point() or one.is_complex()
+            one.copy_(drawn > 0.5 if one.dtype == torch.bool else 2 * drawn - 1 if signed else 25 + 100 * drawn)
         yield
     finally:
         for one, data in kept:
@@ -149,7 +151,16 @@ def _without(state: Any, names: Iterable[str]) -> Any:
 
 def _copied(state: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
     found = {key: value for name, value in state.items() if (key := name_of_state(name)) in names}
-    return {name: one.detach().clone() if isinstance(one, torch.Tensor) else one for name, one in found.items()}
+    return {name: _copy(one) for name, one in found.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    try:
+        return deepcopy(value)
+    except Exception:  # of whatever type it is
+        return value
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -157,8 +168,12 @@ def _alike(one: Any, other: Any) -> bool:
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_alike(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
     try:
-        return bool(one == other)
+        return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
     except Exception:  # of whatever type it is
         return False
 
