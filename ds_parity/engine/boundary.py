@@ -8,7 +8,12 @@ from typing import Any
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
-from ds_parity.engine.internals.rates_behind_loads import follow_a_loop, loop_has_loaded
+from ds_parity.engine.internals.rates_behind_loads import (
+    await_a_loop,
+    follow_a_loop,
+    loop_has_loaded,
+    state_of_schedule,
+)
 from ds_parity.engine.internals.schedule import RolloutSchedule, failing_loudly
 from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.record.finished import Finished
@@ -49,6 +54,7 @@ class Boundary:
         self._scheduled: RolloutSchedule | None = None
         self._progress_there: Progress | None = None  # of the last load, until the next step
         self.schedule()  # from the start on, the engine has the scheduler that moves by rollouts
+        self._begun = state_of_schedule(engine.lr_scheduler)
 
     def schedule(self) -> RolloutSchedule | None:
         """Return the scheduler that moves by rollouts, None where it moves by steps or there is none.
@@ -92,8 +98,18 @@ class Boundary:
         ledger.progress = (there if loop_has_loaded(self._engine) else schedule.progress(known)) or ledger.progress
         schedule.resume_at(ledger.progress)
 
-    def _follow_a_loop(self) -> None:
-        """Before a step: go on from where a checkpoint was, if a loop has loaded the scheduler's state itself."""
+    def await_a_loop(self, state: Any, rates: Any) -> None:
+        """Remember, behind a load without the scheduler's state, what it was and what the groups had then.
+
+        Args:
+            state: what `state_of_schedule` was where it was saved; None where the checkpoint does not tell.
+            rates: what `moved_by_the_schedule` was there; likewise.
+        """
+        schedule, begun = self.schedule(), self._begun if self.finished is None else None
+        await_a_loop(self._engine, self._engine.lr_scheduler if schedule is None else schedule, begun, state, rates)
+
+    def follow_a_loop(self) -> None:
+        """Before a step, or a save: go on from where a checkpoint was, if a loop has loaded the scheduler itself."""
         there, self._progress_there = self._progress_there, None
         if follow_a_loop(self._engine) and there is not None and (schedule := self.schedule()) is not None:
             self._ledger.progress = there
@@ -120,7 +136,7 @@ class Boundary:
         self._adapter.refuse_unreduced()
         # Summed before the step: all ranks say there what they have used, while the weights are as they were.
         sums = self._meter.settle()
-        self._follow_a_loop()
+        self.follow_a_loop()
         # The LR that the step uses is the one before the scheduler moves.
         lr = self._lr()
         if (schedule := self.schedule()) is not None:

@@ -36,7 +36,6 @@ from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.model_parts import divided_by_mpu, number_of_parts
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
 from ds_parity.engine.internals.rates_behind_loads import (
-    await_a_loop,
     follow_the_schedule,
     kind_of_schedule,
     moved_by_the_schedule,
@@ -157,7 +156,7 @@ def _go_on(
     if scheduler:
         warn_of_another_schedule(driver.engine, ours.get(SCHEDULER))
     else:
-        await_a_loop(driver.engine, _scheduler(driver), ours.get(SCHEDULER_STATE), ours.get(SCHEDULE))
+        driver.boundary.await_a_loop(ours.get(SCHEDULER_STATE), ours.get(SCHEDULE))
 
 
 def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> bool:
@@ -253,6 +252,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         client_state = own_values(driver.engine, client_state, driver.ledger.state())
         if saving.without_frozen:
             refuse_to_leave_out(driver.engine, _stepped(driver))
+        driver.boundary.follow_a_loop()
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
         ours[_NAMES_IN_GROUPS] = [sorted(group) for group in driver.engine.optimizer.param_groups]

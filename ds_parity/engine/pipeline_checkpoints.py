@@ -279,7 +279,7 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
             if scheduler:
                 warn_of_another_schedule(engine, ours.get(SCHEDULER))
             else:
-                await_a_loop(engine, engine.lr_scheduler, ours.get(SCHEDULER_STATE), ours.get(SCHEDULE))
+                await_a_loop(engine, engine.lr_scheduler, None, ours.get(SCHEDULER_STATE), ours.get(SCHEDULE))
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

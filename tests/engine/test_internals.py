@@ -170,7 +170,8 @@ OTHERS = {
     *("fill_", "last_batch_iteration"),  # the latter of DeepSpeed's schedulers
     *("left", "rates", "scheduler"),  # of a load without the scheduler's state
     *("beside", "has"),  # of a layer before AutoTP
-    *("Embedding", "Linear", "__qualname__", "forward", "linear", "train", "weight"),
+    *("Embedding", "Linear", "__qualname__", "forward", "linear", "weight", "stood"),
+    *("array_equal", "bool", "is_complex", "func", "functional_call", "fork_rng", "randn", "random"),
     *("_non_persistent_buffers_set", "buffers", "put_into"),  # the last one of what a state changes
     *("ObjectProxy", "Optimizer", "ProcessGroup", "WORLD", "group", "groups"),
     *("SGD", "Tensor", "VALID_LR_SCHEDULES", "__name__", "clone", "count"),

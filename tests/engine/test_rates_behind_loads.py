@@ -1,7 +1,9 @@
 """What a load of the scheduler, or of the optimizer, alone leaves in the groups, with torch's own load in its place."""
 
 import copy
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -234,7 +236,7 @@ def state_of(engine):
     return copy.deepcopy(engine.lr_scheduler.state_dict())
 
 
-def without_the_scheduler(engine, saved, *parts, taken=False):
+def without_the_scheduler(engine, saved, *parts, taken=False, begun=None):
     """Load these parts, and let a loop do the rest; what it knows of the scheduler."""
     before, own = moved_by_the_schedule(engine, whatever_moves=True), engine.lr_scheduler
     if taken:
@@ -243,7 +245,7 @@ def without_the_scheduler(engine, saved, *parts, taken=False):
         engine.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
     rates = moved_by_the_schedule(saved)
     follow_the_schedule(engine, before, rates, scheduler=False, optimizer="optimizer" in parts)
-    await_a_loop(engine, own, state_of_schedule(saved.lr_scheduler), rates)
+    await_a_loop(engine, own, begun, state_of_schedule(saved.lr_scheduler), rates)
     return own
 
 
@@ -256,9 +258,10 @@ def without_the_scheduler(engine, saved, *parts, taken=False):
 def test_a_loop_that_loads_the_scheduler_itself_goes_on_as_if_all_was_loaded(made, order, parts):
     saved, engine = engine_of(made), engine_of(made)
     stepped(saved, 3)
+    begun = state_of_schedule(engine.lr_scheduler)
     if order == "before":
         engine.lr_scheduler.load_state_dict(state_of(saved))
-    own = without_the_scheduler(engine, saved, *parts, taken=order == "taken away")
+    own = without_the_scheduler(engine, saved, *parts, taken=order == "taken away", begun=begun)
     if order == "taken away since":
         engine.lr_scheduler = None
     if order != "before":
@@ -312,6 +315,70 @@ def test_rates_are_put_back_before_one_step_alone():
 def test_a_checkpoint_that_does_not_tell_of_the_scheduler_changes_nothing():
     saved, engine = engine_of(halved), engine_of(halved)
     stepped(saved, 3)
-    await_a_loop(engine, engine.lr_scheduler, None, moved_by_the_schedule(saved))
+    await_a_loop(engine, engine.lr_scheduler, None, None, moved_by_the_schedule(saved))
     engine.lr_scheduler.load_state_dict(state_of(saved))
     assert not follow_a_loop(engine)
+
+
+class Still(Own):
+    """Saves what no step moves."""
+
+    def state_dict(self):
+        return {"factor": 0.5}
+
+    def load_state_dict(self, state):
+        """Take nothing."""
+
+
+@pytest.mark.parametrize("made", [Still, Own])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_schedule_that_stands_there_and_that_nobody_has_loaded_stays_its_own(made, steps):
+    saved, engine = engine_of(made, lr=0.8), engine_of(made)
+    stepped(saved, 3)
+    begun = None if steps else state_of_schedule(engine.lr_scheduler)
+    stepped(engine, steps)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    without_the_scheduler(engine, saved, "optimizer", begun=begun)
+    assert not follow_a_loop(engine)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == rates
+
+
+def test_a_loop_may_change_a_setting_in_the_state_that_it_loads():
+    saved, engine, due = engine_of(halved), engine_of(halved), engine_of(halved)
+    for one in (saved, due):
+        stepped(one, 3)
+    without_the_scheduler(engine, saved, "optimizer")
+    for one in (engine, due):
+        one.lr_scheduler.load_state_dict({**state_of(saved), "gamma": 0.9})
+    assert follow_a_loop(engine)
+    assert stepped(engine, 3) == stepped(due, 3)
+
+
+class Endless(Own):
+    """Has a state that can't be compared."""
+
+    def state_dict(self):
+        state = {"steps": self.steps, "large": torch.zeros(2000)}
+        state["own"] = state
+        return state
+
+
+class Raises(Own):
+    """Has none."""
+
+    def state_dict(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize("made", [Endless, Raises])
+def test_a_state_that_can_not_be_compared_is_none(made):
+    assert state_of_schedule(engine_of(made).lr_scheduler) is None
+
+
+def test_what_is_remembered_does_not_keep_an_engine():
+    saved, engine = engine_of(halved), engine_of(halved)
+    without_the_scheduler(engine, saved, "optimizer")
+    optimizer = weakref.ref(engine.optimizer)
+    del engine
+    gc.collect()
+    assert optimizer() is None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from deepspeed.runtime import lr_schedules
@@ -21,25 +21,30 @@ _OF_SCHEDULERS = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_
 _CYCLED = ("betas", "momentum")
 
 
+_MOST_ELEMENTS = 1000
+
+
 @dataclass(frozen=True, slots=True)
 class _Awaiting:
     """A load without the scheduler's state, which its loop may load itself, or has loaded before.
 
     Attributes:
-        scheduler: the engine's, or one that was taken away from it; None for none.
-        state: what `state_of_schedule` was where it was saved.
+        scheduler: refers to the engine's, or to one that was taken away from it, if it is still there.
+        stood: what `state_of_schedule` was behind the load; None where it must have been loaded before.
+        state: what it was where it was saved.
         left: what the groups had behind the load.
         rates: what they had where it was saved.
     """
 
-    scheduler: Any
+    scheduler: Callable[[], Any]
+    stood: Any
     state: Any
     left: Sequence[Mapping[str, Any]]
     rates: Sequence[Mapping[str, Any]]
 
 
 _AWAITING: WeakKeyDictionary[Any, _Awaiting] = WeakKeyDictionary()
-"""Of an engine's optimizer, until its next step."""
+"""Of an engine's optimizer, until its next step. What is kept here must not hold the optimizer."""
 
 
 def state_of_schedule(scheduler: Any) -> Any:
@@ -48,17 +53,20 @@ def state_of_schedule(scheduler: Any) -> Any:
     Args:
         scheduler: an engine's, or one that was taken away from it; None for none.
     """
-    return None if scheduler is None else _plain(behind_proxy(scheduler).state_dict()) or None
+    try:
+        return None if scheduler is None else _plain(behind_proxy(scheduler).state_dict()) or None
+    except Exception:  # a state may hold what has no values, or itself, and one that was taken away may have none
+        return None
 
 
 def _plain(value: Any) -> Any:
-    """The same without what is of other types, such as functions."""
+    """The same without what is of other types, such as functions, or large."""
     if isinstance(value, torch.Tensor):
-        return value.tolist()
+        return value.tolist() if value.numel() <= _MOST_ELEMENTS else None
     if isinstance(value, Mapping):
         return {str(name): one for name, item in value.items() if (one := _plain(item)) is not None}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(one) for one in value] if len(value) <= _MOST_ELEMENTS else None
     return value if isinstance(value, int | float | str) else None
 
 
@@ -166,17 +174,29 @@ def _put(group: dict[str, Any], name: str, value: Any) -> None:
         group[name] = _of_the_kind(group.get(name), value)
 
 
-def await_a_loop(engine: Engine, scheduler: Any, state: Any, rates: Sequence[Mapping[str, Any]] | None) -> None:
+def await_a_loop(
+    engine: Engine, scheduler: Any, begun: Any, state: Any, rates: Sequence[Mapping[str, Any]] | None
+) -> None:
     """Remember, behind a load without the scheduler's state, what it was: the loop may load that itself.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
         scheduler: its own, or one that was taken away from it; None for none.
-        state: what `state_of_schedule` was where it was saved; None where the checkpoint does not tell.
+        begun: what `state_of_schedule` was when the engine was built, if it has taken no step since; else None.
+        state: what it was where it was saved; None where the checkpoint does not tell.
         rates: what `moved_by_the_schedule` was there; likewise.
     """
-    if state is not None and rates is not None and len(rates) == len(engine.optimizer.param_groups):
-        _AWAITING[engine.optimizer] = _Awaiting(scheduler, state, _values(engine, _moved_by(scheduler)), rates)
+    if scheduler is None or state is None or rates is None or len(rates) != len(engine.optimizer.param_groups):
+        return
+    stood = state_of_schedule(scheduler)
+    # Only a load has moved the scheduler of an engine that has taken no step.
+    before = begun is not None and stood != begun
+    try:
+        refers = ref(behind_proxy(scheduler))
+    except TypeError:  # of a class that can't be referred to
+        return
+    left = _values(engine, _moved_by(scheduler))
+    _AWAITING[engine.optimizer] = _Awaiting(refers, None if before else stood, state, left, rates)
 
 
 def loop_has_loaded(engine: Engine) -> bool:
@@ -186,10 +206,19 @@ def loop_has_loaded(engine: Engine) -> bool:
         engine: a bare DeepSpeed engine, of a pipeline or not.
     """
     awaiting = _AWAITING.get(engine.optimizer)
-    if awaiting is None:
+    scheduler = awaiting and (engine.lr_scheduler if engine.lr_scheduler is not None else awaiting.scheduler())
+    if awaiting is None or scheduler is None:
         return False
-    now = awaiting.scheduler if engine.lr_scheduler is None else engine.lr_scheduler
-    return bool(state_of_schedule(now) == awaiting.state)
+    now = state_of_schedule(scheduler)
+    return now != awaiting.stood and (now == awaiting.state or _is_in_its_place(now, awaiting))
+
+
+def _is_in_its_place(now: Any, awaiting: _Awaiting) -> bool:
+    """Whether a scheduler of torch stands where the checkpoint's did, at its rates, whatever else is in its state."""
+    states = [one for one in (now, awaiting.state) if isinstance(one, Mapping) and "last_epoch" in one]
+    rates = [[float(one["lr"])] for one in awaiting.rates if "lr" in one]
+    lasts = [[[float(rate)] for rate in one.get("_last_lr") or ()] for one in states]
+    return len(lasts) > 1 and states[0]["last_epoch"] == states[1]["last_epoch"] and lasts[0] == lasts[1] == rates
 
 
 def follow_a_loop(engine: Engine) -> bool:
@@ -201,7 +230,7 @@ def follow_a_loop(engine: Engine) -> bool:
     loaded, awaiting = loop_has_loaded(engine), _AWAITING.pop(engine.optimizer, None)
     if awaiting is None or not loaded:
         return False
-    moved = _moved_by(awaiting.scheduler)
+    moved = _moved_by(awaiting.scheduler())
     if _values(engine, moved) == awaiting.left:  # a loop that has set rates itself knows them
         for group, values in zip(engine.optimizer.param_groups, awaiting.rates, strict=True):
             for name in group.keys() & values.keys() & moved:
