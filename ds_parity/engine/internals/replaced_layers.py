@@ -149,8 +149,9 @@ def _is_another_function(module: Any, shape: tuple[int, ...]) -> bool:
     if (type(module).forward in plain and "forward" not in vars(module)) or len(shape) != _MATRIX:
         return False
     device, generator = module.weight.device, torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(size, generator=generator).to(device) for size in (shape, (2, 3, shape[1])))
-    bias = None if getattr(module, "bias", None) is None else torch.randn(shape[0], generator=generator).to(device)
+    drawn = [torch.randn(size, generator=generator, device="cpu") for size in (shape, (2, 3, shape[1]), shape[:1])]
+    weight, x, shift = (one.to(device) for one in drawn)
+    bias = None if getattr(module, "bias", None) is None else shift
     # All that it has is a copy meanwhile, and the caller's random numbers go on from where they were.
     own = {name: one.detach().clone() for name, one in module.named_buffers()} | {"weight": weight}
     own |= {} if bias is None else {"bias": bias}
