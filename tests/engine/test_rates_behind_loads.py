@@ -382,3 +382,21 @@ def test_what_is_remembered_does_not_keep_an_engine():
     del engine
     gc.collect()
     assert optimizer() is None
+
+
+class Odd(Own):
+    """Uses a name of torch's schedulers for something else."""
+
+    def state_dict(self):
+        return {"last_epoch": self.steps, "_last_lr": "halved", "own": self.optimizer.param_groups[0]["lr"]}
+
+    def load_state_dict(self, state):
+        self.steps = state["last_epoch"]
+
+
+def test_a_name_of_torchs_schedulers_may_mean_something_else():
+    saved, engine = engine_of(Odd), engine_of(Odd)
+    stepped(saved, 3)
+    without_the_scheduler(engine, saved, "optimizer")
+    engine.lr_scheduler.load_state_dict(state_of(saved))
+    assert not follow_a_loop(engine)

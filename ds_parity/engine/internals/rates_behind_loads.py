@@ -19,8 +19,6 @@ _LOG = logging.getLogger("ds_parity")
 # What torch's schedulers (OneCycleLR, CyclicLR, SWALR) keep in the optimizer's groups, and what some of them cycle.
 _OF_SCHEDULERS = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 _CYCLED = ("betas", "momentum")
-
-
 _MOST_ELEMENTS = 1000
 
 
@@ -215,10 +213,12 @@ def loop_has_loaded(engine: Engine) -> bool:
 
 def _is_in_its_place(now: Any, awaiting: _Awaiting) -> bool:
     """Whether a scheduler of torch stands where the checkpoint's did, at its rates, whatever else is in its state."""
-    states = [one for one in (now, awaiting.state) if isinstance(one, Mapping) and "last_epoch" in one]
-    rates = [[float(one["lr"])] for one in awaiting.rates if "lr" in one]
-    lasts = [[[float(rate)] for rate in one.get("_last_lr") or ()] for one in states]
-    return len(lasts) > 1 and states[0]["last_epoch"] == states[1]["last_epoch"] and lasts[0] == lasts[1] == rates
+    states = (now, awaiting.state)
+    epochs = [one.get("last_epoch") if isinstance(one, Mapping) else None for one in states]
+    if epochs[0] is None or epochs[0] != epochs[1]:
+        return False
+    here, there = (_last_rates(one, len(awaiting.rates)) for one in states)
+    return here == there == [float(one["lr"]) for one in awaiting.rates if "lr" in one]
 
 
 def follow_a_loop(engine: Engine) -> bool:
@@ -255,7 +255,7 @@ def _due(scheduler: Any, saved: Sequence[Mapping[str, Any]] | None, groups: int)
         # What the groups had: a loop may have moved it beside the scheduler.
         return known
     else:
-        rates = _last_rates(scheduler, groups)
+        rates = _last_rates(scheduler.state_dict(), groups)
         if rates is None:
             _LOG.warning(
                 "neither the checkpoint nor the state of the scheduler %s has a rate for each parameter group, and the "
@@ -268,9 +268,8 @@ def _due(scheduler: Any, saved: Sequence[Mapping[str, Any]] | None, groups: int)
     return [{**one, "lr": float(rate)} for one, rate in zip(known, rates, strict=True)]
 
 
-def _last_rates(scheduler: Any, groups: int) -> list[float] | None:
-    """What torch's schedulers keep as the rates that they gave last; None where a state has no such numbers."""
-    state = scheduler.state_dict()
+def _last_rates(state: Any, groups: int) -> list[float] | None:
+    """What states of torch's schedulers keep as the rates that these gave last; None where one has no such numbers."""
     last = state.get("_last_lr") if isinstance(state, Mapping) else None
     try:
         rates = [float(rate) for rate in last] if last is not None and not isinstance(last, str | Mapping) else []
