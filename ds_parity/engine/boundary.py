@@ -71,12 +71,16 @@ class Boundary:
         if scheduler is None:
             return self._scheduled
         if not isinstance(scheduler, RolloutSchedule):
-            self._engine.lr_scheduler = scheduler = RolloutSchedule(scheduler)
-            scheduler.on_load.append(self._state_loaded)
+            self._engine.lr_scheduler = scheduler = RolloutSchedule(scheduler, on_load=self._state_loaded)
             if self.finished is not None:
                 scheduler.goes_on_from_its_own_step()
         self._scheduled = scheduler
         return scheduler
+
+    def scheduler(self) -> Any:
+        """Return the engine's scheduler, also where a loop has taken away from it one that moves by rollouts."""
+        schedule = self.schedule()
+        return self._engine.lr_scheduler if schedule is None else schedule
 
     def resume_schedule(self, units_there: int, *, loaded: bool) -> int:
         """Return the units of the progress behind a load of a checkpoint.
@@ -105,8 +109,8 @@ class Boundary:
             state: what `state_of_schedule` was where it was saved; None where the checkpoint does not tell.
             rates: what `moved_by_the_schedule` was there; likewise.
         """
-        schedule, begun = self.schedule(), self._begun if self.finished is None else None
-        await_a_loop(self._engine, self._engine.lr_scheduler if schedule is None else schedule, begun, state, rates)
+        begun = self._begun if self.finished is None else None
+        await_a_loop(self._engine, self.scheduler(), begun, state, rates)
 
     def follow_a_loop(self) -> None:
         """Before a step, or a save: go on from where a checkpoint was, if a loop has loaded the scheduler itself."""

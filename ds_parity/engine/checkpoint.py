@@ -214,12 +214,6 @@ def _loaded_by_all(driver: Driver, load_dir: str, tag: Any, options: Mapping[str
     return path, state
 
 
-def _scheduler(driver: Driver) -> Any:
-    """The engine's scheduler, also where a loop has taken away from it one that moves by rollouts."""
-    schedule = driver.boundary.schedule()
-    return driver.engine.lr_scheduler if schedule is None else schedule
-
-
 def _stepped(driver: Driver) -> list[Any]:
     """The model's parameters that the optimizer steps."""
     return list(chain.from_iterable(driver.adapter.groups()))
@@ -258,7 +252,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         ours[_NAMES_IN_GROUPS] = [sorted(group) for group in driver.engine.optimizer.param_groups]
         ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())
         ours |= {SCHEDULE: moved_by_the_schedule(driver.engine), SCHEDULER: kind_of_schedule(driver.engine)}
-        ours[SCHEDULER_STATE] = state_of_schedule(_scheduler(driver))
+        ours[SCHEDULER_STATE] = state_of_schedule(driver.boundary.scheduler())
         if (scaler := driver.adapter.grad_scaler()) is not None:
             ours[_GRAD_SCALER] = scaler.state_dict()
     except Exception as error:

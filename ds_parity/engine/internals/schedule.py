@@ -147,7 +147,7 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
         ConfigError: the scheduler moves by a metric, not by steps.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, on_load: Callable[[], None] | None = None) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigError(
                 "ds_parity.lr_progress is 'rollout' but the scheduler is ReduceLROnPlateau, which moves by a metric "
@@ -162,18 +162,13 @@ class RolloutSchedule(wrapt.ObjectProxy[Any]):
         super().__init__(scheduler)
         self._self_progress: Progress | None = None
         self._self_taken = 0
-        self._self_on_load: list[Callable[[], None]] = []
-
-    @property
-    def on_load(self) -> list[Callable[[], None]]:
-        """Called behind each `load_state_dict`."""
-        return self._self_on_load
+        self._self_on_load = on_load
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the scheduler's own state, as a loop does that keeps the scheduler itself."""
         returned = self.__wrapped__.load_state_dict(*args, **kwargs)
-        for listener in self._self_on_load:
-            listener()
+        if self._self_on_load is not None:
+            self._self_on_load()
         return returned
 
     def progress(self, known: Sequence[Progress]) -> Progress | None:
