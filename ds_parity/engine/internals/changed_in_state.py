@@ -44,7 +44,7 @@ class ChangedInState:
     mixed: frozenset[str] = frozenset()
     lost: bool = False
 
-    def put_into(self, module: torch.nn.Module, saved: Mapping[str, Any]) -> Any:
+    def put_into(self, module: torch.nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
         """Return a state that was saved, with what hooks make of these parameters, as they are now, in their place.
 
         All ranks call it, and they are gathered for a while.
@@ -64,7 +64,9 @@ class ChangedInState:
                 f"whole weights where it saves a state, so that {lost} is lost: have the state keep buffers by their "
                 "own names where it is saved. Loading ends half way, so start a new engine"
             )
-        state = _without(saved, self.parameters.keys() | self.made)
+        state = copy(saved)  # with torch's attribute of a state (`_metadata`)
+        for name in self.parameters.keys() | self.made:
+            state.pop(name, None)
         with GatheredParameters([*self.parameters.values()]), torch.no_grad():
             state.update(_copied(_state(module), self.made))
         return state
@@ -142,13 +144,6 @@ def on_any_rank(found: Sequence[bool]) -> list[bool]:
     return [bool(flag) for flag in flags.tolist()]
 
 
-def _without(state: Any, names: Iterable[str]) -> Any:
-    less = copy(state)  # with torch's attribute of a state (`_metadata`)
-    for name in names:
-        less.pop(name, None)
-    return less
-
-
 def _copied(state: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
     found = {key: value for name, value in state.items() if (key := name_of_state(name)) in names}
     return {name: _copy(one) for name, one in found.items()}
@@ -165,9 +160,7 @@ def _copy(value: Any) -> Any:
 
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+        return one.dtype == other.dtype and alike_tensors(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_alike(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -176,6 +169,11 @@ def _alike(one: Any, other: Any) -> bool:
         return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
     except Exception:  # of whatever type it is
         return False
+
+
+def alike_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have one shape and one number in each place, of which NaN is one, too."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

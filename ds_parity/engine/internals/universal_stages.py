@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from deepspeed.pipe import TiedLayerSpec
 
+from ds_parity.engine.internals.changed_in_state import alike_tensors
 from ds_parity.engine.internals.checkpoints import read
 from ds_parity.engine.internals.model_names import with_versions
 from ds_parity.engine.internals.stages import modules_of, shared_by_stages
@@ -362,6 +363,4 @@ def _parted(
 def _alike(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return True  # extra state
-    if one.shape != other.shape:
-        return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return alike_tensors(one, other)
