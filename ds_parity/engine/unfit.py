@@ -207,10 +207,13 @@ def _refuse_partitioned(model: torch.nn.Module, stage: int) -> None:
         )
 
 
+def _layers_of_experts(model: torch.nn.Module) -> list[str]:
+    return [name for name, one in model.named_modules() if isinstance(one, MoE)]
+
+
 def _refuse_experts(model: torch.nn.Module) -> None:
     # engine.py, _validate_zero3_moe_compatibility (0.19.8): an AssertionError.
-    layers = [name for name, one in model.named_modules() if isinstance(one, MoE)]
-    if layers:
+    if layers := _layers_of_experts(model):
         raise ConfigError(
             f"zero_optimization.stage = 3, and {layers[0]} is DeepSpeed's own MoE layer: DeepSpeed partitions no "
             "experts that have a group of ranks of their own; use stage 0, 1 or 2, or experts without DeepSpeed's "
@@ -220,10 +223,9 @@ def _refuse_experts(model: torch.nn.Module) -> None:
 
 def _refuse_experts_in_parts(model: torch.nn.Module, wanted: Wanted, stage: int, trained: Container[int]) -> None:
     # zero/stage_1_and_2.py, _configure_moe_settings (0.19.8): AssertionErrors.
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, MoE)}
-    if not layers:
+    if not (layers := _layers_of_experts(model)):
         return
-    which = f"zero_optimization.stage = {stage}, and {next(iter(layers))} is DeepSpeed's own MoE layer"
+    which = f"zero_optimization.stage = {stage}, and {layers[0]} is DeepSpeed's own MoE layer"
     keys = ["reduce_scatter", "contiguous_gradients"][:stage]
     off = [path for key in keys if wanted.off(path := f"zero_optimization.{key}")]
     if off:

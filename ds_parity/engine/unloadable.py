@@ -86,7 +86,8 @@ def _inside_the_reader(error: Exception) -> bool:
 
 def _by_the_model(load_dir: str, error: Exception) -> CheckpointError | None:
     """Return what to say of an error that is raised where the model's own code changes a state before it is loaded."""
-    frames, packages = [frame for frame, _ in walk_tb(error.__traceback__)], _packages(error)
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    packages = [name.split(".")[0] for name in modules_through(error)]
     last = max((at for at, name in enumerate(packages) if name not in stdlib_module_names), default=-1)
     loads = (
         frame.f_code.co_name == _LOAD and package not in _OF_ENGINES
@@ -101,10 +102,6 @@ def _by_the_model(load_dir: str, error: Exception) -> CheckpointError | None:
         "every key: DeepSpeed takes the trained weights, and with load_universal the frozen ones, from files of their "
         f"own. Let it look whether a key is there before it takes it; {_HALF_WAY}"
     )
-
-
-def _packages(error: Exception) -> list[str]:
-    return [name.split(".")[0] for name in modules_through(error)]
 
 
 def _taken_for_plain(driver: Loading, load_dir: str, tag: Any, error: Exception) -> CheckpointError | None:

@@ -14,12 +14,17 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 class _Layer(nn.Module):
-    """Of an old release or a new one, with a hook of its load."""
+    """Of an old release or a new one, whose state goes through `saved` and `loaded`."""
 
     def __init__(self, old):
         super().__init__()
         self.old, self.inner = old, nn.Linear(6, 6)
+        self._register_state_dict_hook(self.saved)
         self.register_load_state_dict_pre_hook(self.loaded)
+
+    @staticmethod
+    def saved(module, state, prefix, _):
+        """Change nothing."""
 
     @staticmethod
     def loaded(module, state, prefix, *_):
@@ -91,10 +96,9 @@ class _Counted(_Layer):
     def __init__(self, old):
         super().__init__(old)
         self.count = 0
-        self._register_state_dict_hook(self.told)
 
     @staticmethod
-    def told(module, state, prefix, _):
+    def saved(module, state, prefix, _):
         if module.count:
             state[f"{prefix}count"] = torch.tensor(module.count)
 
@@ -110,10 +114,6 @@ class _Counted(_Layer):
 class _Doubled(_Layer):
     """Its state has a trained weight twice as large, and its load takes the key without a look at it."""
 
-    def __init__(self, old):
-        super().__init__(old)
-        self._register_state_dict_hook(self.saved)
-
     @staticmethod
     def saved(module, state, prefix, _):
         state[f"{prefix}inner.weight"] = state[f"{prefix}inner.weight"] * 2
@@ -125,10 +125,6 @@ class _Doubled(_Layer):
 
 class _Summed(_Layer):
     """Its state has a sum of a trained weight, which its load drops with that."""
-
-    def __init__(self, old):
-        super().__init__(old)
-        self._register_state_dict_hook(self.saved)
 
     @staticmethod
     def saved(module, state, prefix, _):
