@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -90,12 +91,25 @@ def test_an_exception_on_one_rank_is_named_with_its_rank_and_ends_the_others(tmp
     assert not buffers(port)
 
 
+@pytest.fixture(scope="module")
+def by_the_clock(tmp_path_factory):
+    """The folders and the results to come of two jobs that wait more than they work, side by side."""
+    hang, threads = (tmp_path_factory.mktemp(name) for name in ("hang", "threads"))
+    with ThreadPoolExecutor(2) as pool:
+        # Other ranks run beside them, and they may be up only after half of the time.
+        yield {
+            "hang": (hang, pool.submit(run_job, job(hang, "hang", timeout=60))),
+            "threads": (threads, pool.submit(run_job, job(threads, "leave_threads", into=str(threads)))),
+        }
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_threads_may_end_and_are_not_waited_for_longer(tmp_path):
+def test_threads_may_end_and_are_not_waited_for_longer(by_the_clock):
     """One sleeps for 10 minutes, one writes a file a second behind the last call, and one is an idle pool's."""
-    assert run_job(job(tmp_path, "leave_threads", into=str(tmp_path))) == ["left"]
-    assert sorted(path.name for path in tmp_path.glob("late*")) == ["late0", "late1"]
+    folder, to_come = by_the_clock["threads"]
+    assert to_come.result() == ["left"]
+    assert sorted(path.name for path in folder.glob("late*")) == ["late0", "late1"]
 
 
 @pytest.mark.ranks
@@ -146,10 +160,11 @@ def test_a_function_may_destroy_the_group_as_a_script_does_at_its_end(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_ranks_that_hang_are_ended_when_the_time_is_up(tmp_path):
+def test_ranks_that_hang_are_ended_when_the_time_is_up(by_the_clock):
+    folder, to_come = by_the_clock["hang"]
     with pytest.raises(HarnessError, match=r"did not finish within 60 s \(in 'hang'\): they were ended"):
-        run_job(job(tmp_path, "hang", timeout=60))  # other ranks run beside it, and it may be up only after half of it
-    assert not left_behind(tmp_path)
+        to_come.result()
+    assert not left_behind(folder)
 
 
 def test_a_launcher_that_is_not_there_is_said(tmp_path, monkeypatch):
