@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
@@ -22,6 +22,7 @@ from ds_parity.engine.record.skips import Skips
 from ds_parity.window import Ledger, Progress
 
 _LOG = logging.getLogger("ds_parity")
+_OTHERWISE: Final = object()  # no state of a scheduler equals it
 
 
 class Boundary:
@@ -53,6 +54,7 @@ class Boundary:
         self._skips = Skips()
         self._scheduled: RolloutSchedule | None = None
         self._progress_there: Progress | None = None  # of the last load, until the next step
+        self._loop_loaded = False  # since the last step
         self.schedule()  # from the start on, the engine has the scheduler that moves by rollouts
         self._begun = state_of_schedule(engine.lr_scheduler)
 
@@ -97,6 +99,7 @@ class Boundary:
         """Take the place of a state that a loop has loaded for the progress."""
         if (schedule := self.schedule()) is None:
             return
+        self._loop_loaded = True
         ledger, there = self._ledger, self._progress_there
         known = [one for one in (there, ledger.progress) if one is not None]
         ledger.progress = (there if loop_has_loaded(self._engine) else schedule.progress(known)) or ledger.progress
@@ -109,13 +112,16 @@ class Boundary:
             state: what `state_of_schedule` was where it was saved; None where the checkpoint does not tell.
             rates: what `moved_by_the_schedule` was there; likewise.
         """
-        begun = self._begun if self.finished is None else None
+        # Those that move by rollouts tell of their loads.
+        begun = self._begun if self.finished is None else _OTHERWISE if self._loop_loaded else None
         await_a_loop(self._engine, self.scheduler(), begun, state, rates)
 
-    def follow_a_loop(self) -> None:
+    def follow_a_loop(self, *, saves: bool = False) -> None:
         """Before a step, or a save: go on from where a checkpoint was, if a loop has loaded the scheduler itself."""
-        there, self._progress_there = self._progress_there, None
-        if follow_a_loop(self._engine) and there is not None and (schedule := self.schedule()) is not None:
+        there, followed = self._progress_there, follow_a_loop(self._engine, saves=saves)
+        if followed or not saves:
+            self._progress_there, self._loop_loaded = None, False
+        if followed and there is not None and (schedule := self.schedule()) is not None:
             self._ledger.progress = there
             schedule.resume_at(there)
 

@@ -39,6 +39,7 @@ from ds_parity.engine.internals.rates_behind_loads import (
     follow_the_schedule,
     kind_of_schedule,
     moved_by_the_schedule,
+    state_in_checkpoint,
     state_of_schedule,
     warn_of_another_schedule,
 )
@@ -152,11 +153,12 @@ def _go_on(
         if not named:
             driver.adapter.show_stepped_weights()
     resume(driver, state, scheduler=scheduler, optimizer=optimizer)
+    there = ours.get(SCHEDULE) or (moved_by_the_schedule(driver.engine) if optimizer else None)
     follow_the_schedule(driver.engine, rates, ours.get(SCHEDULE), scheduler=scheduler, optimizer=optimizer)
     if scheduler:
         warn_of_another_schedule(driver.engine, ours.get(SCHEDULER))
     else:
-        driver.boundary.await_a_loop(ours.get(SCHEDULER_STATE), ours.get(SCHEDULE))
+        driver.boundary.await_a_loop(ours.get(SCHEDULER_STATE) or state_in_checkpoint(state), there)
 
 
 def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> bool:
@@ -246,7 +248,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         client_state = own_values(driver.engine, client_state, driver.ledger.state())
         if saving.without_frozen:
             refuse_to_leave_out(driver.engine, _stepped(driver))
-        driver.boundary.follow_a_loop()
+        driver.boundary.follow_a_loop(saves=True)
         settings = {name: getattr(driver.settings, name) for name in _SETTINGS}
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
         ours[_NAMES_IN_GROUPS] = [sorted(group) for group in driver.engine.optimizer.param_groups]

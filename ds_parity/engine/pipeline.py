@@ -28,7 +28,7 @@ from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
 from ds_parity.engine.internals.group_options import Options
 from ds_parity.engine.internals.moved_away import refuse_moved_away
-from ds_parity.engine.internals.rates_behind_loads import follow_a_loop
+from ds_parity.engine.internals.rates_behind_loads import follow_a_loop, state_of_schedule
 from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.schedule import failing_loudly, needed_by
 from ds_parity.engine.internals.shown_groups import whole_groups
@@ -109,6 +109,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_last: StepRecord | None = None
         self._self_stand_in: MicroBatch | None = None
         self._self_empty = 0
+        self._self_begun = state_of_schedule(engine.lr_scheduler)
         self._self_skips = Skips()
         self._self_half_loaded: str | None = None  # the folder of a load that has raised behind its beginning
         # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
@@ -147,6 +148,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         columns = {one.number: one.counts for one in gathered}
         total = self._total(columns.values())
         step, samples = self._windows + 1, self.global_samples + sum(one.rollouts for one in _all(columns))
+        follow_a_loop(self.__wrapped__)
         lr, loss, norm, applied = tuple(map(float, self.get_lr())), None, None, False
         if total:
             loss = self._trained(batches, columns[self._own_column], total, samples)
@@ -263,7 +265,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 self._self_half_loaded,
             )
             self._self_half_loaded = str(load_dir) if there else half_loaded
-            path, client_state = load(self.__wrapped__, load_dir, tag, options, behind)
+            begun = None if self._windows else self._self_begun
+            path, client_state = load(self.__wrapped__, load_dir, tag, options, behind, begun)
         whole = path is not None and is_whole(self.__wrapped__, options)
         self._self_half_loaded = None if whole else half_loaded
         if path is not None:
@@ -408,7 +411,6 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         # DeepSpeed adds its batch size in the step, and its monitors write there.
         engine.global_samples = samples - engine.train_batch_size()
         data = iter([(batch.inputs.get("inputs"), batch.inputs.get("labels")) for batch in runs])
-        follow_a_loop(engine)
         try:
             silence = silenced(engine.module) if idle else nullcontext()
             with (

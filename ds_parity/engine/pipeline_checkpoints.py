@@ -26,9 +26,11 @@ from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.rates_behind_loads import (
     await_a_loop,
+    follow_a_loop,
     follow_the_schedule,
     kind_of_schedule,
     moved_by_the_schedule,
+    state_in_checkpoint,
     state_of_schedule,
     warn_of_another_schedule,
 )
@@ -65,6 +67,7 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
         CheckpointError: `own_values` refuses the client state.
     """
     adapter = choose(engine)
+    follow_a_loop(engine, saves=True)
     ours = kept_states.kept(engine, adapter.groups())
     # Pipelines have saved these from the first, so that an earlier state is known by them.
     own = own_values(engine, client_state, ours)
@@ -219,7 +222,9 @@ def _apart(stage: int, settings: list[dict[str, str]], first: list[dict[str, str
     return f"parameter group {group} of stage {stage} was saved with {next(told)}, that of stage 0 with {next(told)}"
 
 
-def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather) -> tuple[Any, Any]:
+def load(
+    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather, begun: Any = None
+) -> tuple[Any, Any]:
     """Load a checkpoint; return what DeepSpeed returns.
 
     Args:
@@ -228,6 +233,7 @@ def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behin
         tag: likewise.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
         behind: gathers a value of every rank that has loaded.
+        begun: as in `await_a_loop`.
 
     Raises:
         CheckpointError: on every rank, where one can't go on from it: DeepSpeed refused the checkpoint, or its states
@@ -235,7 +241,7 @@ def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behin
         RankDesyncError: not every rank has loaded, or not all of them the same.
     """
     with identities(engine) as files:
-        path, state, error = _loaded(engine, load_dir, tag, options)
+        path, state, error = _loaded(engine, load_dir, tag, options, begun)
     ours = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     # Each stage has parameters and files of its own, so what doesn't fit one may fit another.
     try:
@@ -254,7 +260,9 @@ def load(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behin
     return path, state
 
 
-def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Exception | None]:
+def _loaded(
+    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], begun: Any
+) -> tuple[Any, Any, Exception | None]:
     """Return what DeepSpeed returns, and the error where this stage can't go on from it, so that others are told."""
     try:
         with (
@@ -275,11 +283,13 @@ def _loaded(engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
         if path is not None and not options["load_module_only"]:
             scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
             ours = (state or {}).get(KEY, {})
+            there = ours.get(SCHEDULE) or (moved_by_the_schedule(engine) if optimizer else None)
             follow_the_schedule(engine, rates, ours.get(SCHEDULE), scheduler=scheduler, optimizer=optimizer)
             if scheduler:
                 warn_of_another_schedule(engine, ours.get(SCHEDULER))
             else:
-                await_a_loop(engine, engine.lr_scheduler, None, ours.get(SCHEDULER_STATE), ours.get(SCHEDULE))
+                saved = ours.get(SCHEDULER_STATE) or state_in_checkpoint(state or {})
+                await_a_loop(engine, engine.lr_scheduler, begun, saved, there)
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

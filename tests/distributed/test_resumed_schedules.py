@@ -43,7 +43,7 @@ CASES["StepLR in a pipeline"] = ("StepLR", "pipeline")
 CASES["WarmupCosineLR in a pipeline"] = ("WarmupCosineLR", "pipeline")
 
 
-def build(name, stage):
+def build(name, stage, by=ds_parity.initialize, **ours):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)]
     piped = stage == "pipeline"
@@ -53,12 +53,14 @@ def build(name, stage):
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage if isinstance(stage, int) else 1},
     }
-    config |= {"ds_parity": {"boundary": "caller"}} if piped else {"gradient_accumulation_passes": 2}
+    if by is ds_parity.initialize:
+        config |= {"ds_parity": {"boundary": "caller"}} if piped else {"gradient_accumulation_passes": 2}
+        config["ds_parity"] = config.get("ds_parity", {}) | ours
     made = SCHEDULERS[name]
     if isinstance(made, dict):
         config["scheduler"], made = {"type": name, "params": made}, None
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(RATE) if stage == "tensor" else RATE)
-    return ds_parity.initialize(
+    return by(
         model=model,
         optimizer=optimizer,
         config=config,
@@ -165,3 +167,57 @@ def test_the_state_of_another_kind_of_scheduler_is_warned_of(two_ranks, case):
     for with_its_state, without in two_ranks.of(warned_of_other_schedulers)[case]:
         assert with_its_state is warned
         assert without is False, f"{name} was asked for by nobody, and {other} begins"
+
+
+# By name: a scheduler, the stage, and what the schedule moves by.
+OF_BARE = {
+    "StepLR on 0": ("StepLR", 0, "optimizer_step"),
+    "StepLR on 3, by rollouts": ("StepLR", 3, "rollout"),
+    "CosineAnnealingLR on 1": ("CosineAnnealingLR", 1, "optimizer_step"),
+    "LambdaLR on 2, by rollouts": ("LambdaLR", 2, "rollout"),
+    "WarmupCosineLR on 1": ("WarmupCosineLR", 1, "optimizer_step"),
+    "WarmupCosineLR on 2, by rollouts": ("WarmupCosineLR", 2, "rollout"),
+    "StepLR in a pipeline": ("StepLR", "pipeline", "optimizer_step"),
+    "WarmupCosineLR in a pipeline": ("WarmupCosineLR", "pipeline", "optimizer_step"),
+}
+ALONE = {"load_lr_scheduler_states": False}
+NOTHING = {**ALONE, "load_optimizer_states": False}
+# What is loaded, and when a loop loads the scheduler itself. Pipelines load no weights alone.
+LOADS = [({}, "not"), (ALONE, "behind"), (ALONE, "before"), (ALONE, "behind a save"), (NOTHING, "behind")]
+
+
+@on_two_ranks
+@alone_in_the_process
+def loaded_by_loops(folder):
+    """By case: rates behind a load of the whole checkpoint of bare DeepSpeed, and behind loads by parts and a loop."""
+    results = {}
+    for case, (name, stage, progress) in OF_BARE.items():
+        bare = build(name, stage, deepspeed.initialize)
+        for number in range(3):
+            if stage == "pipeline":
+                bare.train_batch(iter([(torch.ones(1, 6), torch.ones(1, 1))]))
+            else:
+                bare.backward(bare(torch.ones(1, 6, device=bare.device)).pow(2).mean() * number)
+                bare.step()
+        bare.save_checkpoint(f"{folder}/{case}")
+        state, found = bare.lr_scheduler.state_dict(), []
+        for options, when in LOADS[: -1 if stage == "pipeline" else None]:
+            deepspeed.utils.groups.mpu = None
+            engine = build(name, stage, lr_progress=progress)
+            if when == "before":
+                engine.lr_scheduler.load_state_dict(state)
+            engine.load_checkpoint(f"{folder}/{case}", **options)
+            if when == "behind a save":
+                engine.save_checkpoint(f"{folder}/again/{case}")
+            if when.startswith("behind"):
+                engine.lr_scheduler.load_state_dict(state)
+            found.append(train(engine, range(3, 6)))
+        results[case] = from_all(found)
+        deepspeed.utils.groups.mpu = None
+    return results
+
+
+@pytest.mark.parametrize("case", OF_BARE)
+def test_a_loop_may_load_the_scheduler_of_a_checkpoint_of_bare_deepspeed(two_ranks, case):
+    for whole, *by_loops in two_ranks.of(loaded_by_loops)[case]:
+        assert by_loops == [whole] * len(by_loops)

@@ -4,8 +4,10 @@ import copy
 import gc
 import logging
 import weakref
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
@@ -232,6 +234,13 @@ def chained(optimizer):
     return lr_scheduler.ChainedScheduler([halved(optimizer), lr_scheduler.ConstantLR(optimizer, 0.5, 2)])
 
 
+class InNumpy(Own):
+    """Counts its steps by numpy, and keeps a number that equals nothing."""
+
+    def state_dict(self):
+        return {"steps": np.int64(self.steps), "rows": np.arange(self.steps), "best": float("nan")}
+
+
 def state_of(engine):
     return copy.deepcopy(engine.lr_scheduler.state_dict())
 
@@ -253,7 +262,16 @@ def without_the_scheduler(engine, saved, *parts, taken=False, begun=None):
 @pytest.mark.parametrize("order", ["before", "behind", "taken away", "taken away since"])
 @pytest.mark.parametrize(
     "made",
-    [halved, one_cycle(0.1), lookahead, lambda it: lr_scheduler.CosineAnnealingLR(it, 7), Own, InATuple, chained],
+    [
+        halved,
+        one_cycle(0.1),
+        lookahead,
+        lambda it: lr_scheduler.CosineAnnealingLR(it, 7),
+        Own,
+        InATuple,
+        InNumpy,
+        chained,
+    ],
 )
 def test_a_loop_that_loads_the_scheduler_itself_goes_on_as_if_all_was_loaded(made, order, parts):
     saved, engine = engine_of(made), engine_of(made)
@@ -269,6 +287,47 @@ def test_a_loop_that_loads_the_scheduler_itself_goes_on_as_if_all_was_loaded(mad
     assert follow_a_loop(engine)
     engine.lr_scheduler = own
     assert stepped(engine, 4) == stepped(saved, 4)
+
+
+def warm_up(optimizer):
+    return WarmupLR(optimizer, warmup_max_lr=0.1, warmup_num_steps=9)
+
+
+@pytest.mark.parametrize(
+    "made", [halved, one_cycle(0.1), lambda it: lr_scheduler.CosineAnnealingLR(it, 7), chained, warm_up]
+)
+def test_so_does_one_that_has_taken_steps_and_loads_the_scheduler_before(made):
+    saved, engine = engine_of(made), engine_of(made)
+    stepped(saved, 3)
+    stepped(engine, 5)
+    engine.lr_scheduler.load_state_dict(state_of(saved))
+    without_the_scheduler(engine, saved, "optimizer")
+    assert follow_a_loop(engine)
+    assert stepped(engine, 4) == stepped(saved, 4)
+
+
+def test_a_save_does_not_end_the_wait_for_a_loop():
+    saved, engine = engine_of(halved), engine_of(halved)
+    stepped(saved, 3)
+    without_the_scheduler(engine, saved, "optimizer")
+    assert not follow_a_loop(engine, saves=True)
+    engine.lr_scheduler.load_state_dict(state_of(saved))
+    assert follow_a_loop(engine, saves=True)
+    assert not follow_a_loop(engine)
+    assert stepped(engine, 4) == stepped(saved, 4)
+
+
+@pytest.mark.parametrize("made", [halved, warm_up, Own])
+def test_rates_that_the_checkpoint_does_not_tell_are_those_of_the_loaded_scheduler(made, caplog):
+    saved, engine = engine_of(made, lr=0.8), engine_of(made, lr=0.8)
+    stepped(saved, 3)
+    await_a_loop(engine, engine.lr_scheduler, None, state_of_schedule(saved.lr_scheduler), None)
+    engine.lr_scheduler.load_state_dict(state_of(saved))
+    assert follow_a_loop(engine)
+    if made is Own:
+        assert "Own has a rate for each parameter group" in caplog.text
+    else:
+        assert stepped(engine, 3) == stepped(saved, 3)
 
 
 def fast_forward(engine, saved):
@@ -332,7 +391,7 @@ class Still(Own):
 
 @pytest.mark.parametrize("made", [Still, Own])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_schedule_that_stands_there_and_that_nobody_has_loaded_stays_its_own(made, steps):
+def test_a_schedule_that_stands_there_and_that_nobody_has_loaded_stays_its_own(made, steps, caplog):
     saved, engine = engine_of(made, lr=0.8), engine_of(made)
     stepped(saved, 3)
     begun = None if steps else state_of_schedule(engine.lr_scheduler)
@@ -341,6 +400,8 @@ def test_a_schedule_that_stands_there_and_that_nobody_has_loaded_stays_its_own(m
     without_the_scheduler(engine, saved, "optimizer", begun=begun)
     assert not follow_a_loop(engine)
     assert [group["lr"] for group in engine.optimizer.param_groups] == rates
+    # In a used engine nothing tells whether it was loaded.
+    assert (f"{made.__name__} stands where that of the checkpoint did" in caplog.text) == (steps == 3)
 
 
 def test_a_loop_may_change_a_setting_in_the_state_that_it_loads():
@@ -355,24 +416,59 @@ def test_a_loop_may_change_a_setting_in_the_state_that_it_loads():
 
 
 class Endless(Own):
-    """Has a state that can't be compared."""
+    """Has a state that holds itself."""
 
     def state_dict(self):
-        state = {"steps": self.steps, "large": torch.zeros(2000)}
+        state = {"steps": self.steps}
         state["own"] = state
         return state
 
 
+class OfAnyKind(Own):
+    """Has a state of what is neither a number nor a text, and of what can't be told."""
+
+    def state_dict(self):
+        large = torch.full((2000,), self.steps)
+        return {"steps": Fraction(self.steps), "seen": {self.steps}, "large": large, "by": lambda: self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = int(state["steps"])
+
+
+class Bare(Own):
+    """Has a number as its state, which is 0 at first."""
+
+    def state_dict(self):
+        return self.steps
+
+    def load_state_dict(self, state):
+        self.steps = state
+
+
+@pytest.mark.parametrize("order", ["before", "behind"])
+@pytest.mark.parametrize("made", [Endless, OfAnyKind, Bare])
+def test_a_state_may_be_of_any_kind(made, order):
+    saved, engine = engine_of(made), engine_of(made)
+    stepped(saved, 3)
+    begun = state_of_schedule(engine.lr_scheduler)
+    if order == "before":
+        engine.lr_scheduler.load_state_dict(saved.lr_scheduler.state_dict())
+    without_the_scheduler(engine, saved, "optimizer", begun=begun)
+    if order == "behind":
+        engine.lr_scheduler.load_state_dict(saved.lr_scheduler.state_dict())
+    assert follow_a_loop(engine)
+    assert stepped(engine, 2) == stepped(saved, 2)
+
+
 class Raises(Own):
-    """Has none."""
+    """Has no state."""
 
     def state_dict(self):
         raise ValueError
 
 
-@pytest.mark.parametrize("made", [Endless, Raises])
-def test_a_state_that_can_not_be_compared_is_none(made):
-    assert state_of_schedule(engine_of(made).lr_scheduler) is None
+def test_a_scheduler_without_a_state_is_nothing_to_compare():
+    assert state_of_schedule(engine_of(Raises).lr_scheduler) is None
 
 
 def test_what_is_remembered_does_not_keep_an_engine():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+import pickle
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 import torch
 from deepspeed.runtime import lr_schedules
 
@@ -31,14 +35,14 @@ class _Awaiting:
         stood: what `state_of_schedule` was behind the load; None where it must have been loaded before.
         state: what it was where it was saved.
         left: what the groups had behind the load.
-        rates: what they had where it was saved.
+        rates: what they had where it was saved; None where nothing tells.
     """
 
     scheduler: Callable[[], Any]
     stood: Any
     state: Any
     left: Sequence[Mapping[str, Any]]
-    rates: Sequence[Mapping[str, Any]]
+    rates: Sequence[Mapping[str, Any]] | None
 
 
 _AWAITING: WeakKeyDictionary[Any, _Awaiting] = WeakKeyDictionary()
@@ -46,26 +50,54 @@ _AWAITING: WeakKeyDictionary[Any, _Awaiting] = WeakKeyDictionary()
 
 
 def state_of_schedule(scheduler: Any) -> Any:
-    """Return of a scheduler's state what can be compared: numbers and texts, in lists and dicts; None without any.
+    """Return a scheduler's state as it can be compared: numbers and texts, in lists and dicts; None without any.
 
     Args:
         scheduler: an engine's, or one that was taken away from it; None for none.
     """
     try:
-        return None if scheduler is None else _plain(behind_proxy(scheduler).state_dict()) or None
-    except Exception:  # a state may hold what has no values, or itself, and one that was taken away may have none
+        return None if scheduler is None else _comparable(behind_proxy(scheduler).state_dict())
+    except Exception:  # one that was taken away may have none
         return None
 
 
+def state_in_checkpoint(client_state: Mapping[str, Any]) -> Any:
+    """Return what `state_of_schedule` was where DeepSpeed saved a checkpoint, of ds_parity or of none.
+
+    Args:
+        client_state: what DeepSpeed returns behind a load without the scheduler's state, which it leaves in there
+            (engine.py, `_load_checkpoint`, 0.19.8). It has none of a scheduler that was taken away from the engine.
+    """
+    return _comparable(client_state.get("lr_scheduler"))
+
+
+def _comparable(state: Any) -> Any:
+    try:
+        plain = _plain(state)
+    except Exception:  # it may hold itself, or what has no values
+        plain = _digest(state)
+    return None if plain in ({}, []) else plain
+
+
 def _plain(value: Any) -> Any:
-    """The same without what is of other types, such as functions, or large."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.numel() <= _MOST_ELEMENTS else None
+    """The same, with digests of what is large or of other types, and without what has none, such as a lambda."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        size = value.numel() if isinstance(value, torch.Tensor) else value.size
+        return _plain(value.tolist()) if size <= _MOST_ELEMENTS else _digest(value.tolist())
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"  # which equals itself
     if isinstance(value, Mapping):
         return {str(name): one for name, item in value.items() if (one := _plain(item)) is not None}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value] if len(value) <= _MOST_ELEMENTS else None
-    return value if isinstance(value, int | float | str) else None
+        return [_plain(one) for one in value] if len(value) <= _MOST_ELEMENTS else _digest(value)
+    return value if value is None or isinstance(value, int | float | str) else _digest(value)
+
+
+def _digest(value: Any) -> str | None:
+    try:
+        return sha256(pickle.dumps(value)).hexdigest()
+    except Exception:  # it can't be pickled
+        return None
 
 
 def moved_by_the_schedule(engine: Engine, *, whatever_moves: bool = False) -> list[dict[str, Any]]:
@@ -182,19 +214,32 @@ def await_a_loop(
         scheduler: its own, or one that was taken away from it; None for none.
         begun: what `state_of_schedule` was when the engine was built, if it has taken no step since; else None.
         state: what it was where it was saved; None where the checkpoint does not tell.
-        rates: what `moved_by_the_schedule` was there; likewise.
+        rates: what `moved_by_the_schedule` was there; likewise. They are those of the scheduler then, once loaded.
     """
-    if scheduler is None or state is None or rates is None or len(rates) != len(engine.optimizer.param_groups):
+    groups = engine.optimizer.param_groups
+    if scheduler is None or state is None or (rates is not None and len(rates) != len(groups)):
         return
     stood = state_of_schedule(scheduler)
-    # Only a load has moved the scheduler of an engine that has taken no step.
-    before = begun is not None and stood != begun
     try:
         refers = ref(behind_proxy(scheduler))
     except TypeError:  # of a class that can't be referred to
         return
     left = _values(engine, _moved_by(scheduler))
-    _AWAITING[engine.optimizer] = _Awaiting(refers, None if before else stood, state, left, rates)
+    awaiting = _Awaiting(refers, stood, state, left, rates)
+    # Only a load has moved the scheduler of an engine that has taken no step. One that stands where the checkpoint's
+    # did is due the rates of that place, whether a loop has loaded it or not, where these can be told.
+    if (begun is not None and stood != begun) or _is_in_its_place(stood, awaiting):
+        awaiting = replace(awaiting, stood=None)
+    elif isinstance(behind_proxy(scheduler), BY_ITERATION) and stood == state:
+        awaiting = replace(awaiting, stood=None, rates=None)
+    elif begun is None and stood == state and rates is not None and left != [*rates]:
+        _LOG.warning(
+            "the scheduler %s stands where that of the checkpoint did, and its state does not tell the learning rates "
+            "there: they are those of this engine. A loop that has loaded the scheduler itself loads it once more, "
+            "behind load_checkpoint(load_lr_scheduler_states=False)",
+            type(behind_proxy(scheduler)).__name__,
+        )
+    _AWAITING[engine.optimizer] = awaiting
 
 
 def loop_has_loaded(engine: Engine) -> bool:
@@ -215,24 +260,30 @@ def _is_in_its_place(now: Any, awaiting: _Awaiting) -> bool:
     """Whether a scheduler of torch stands where the checkpoint's did, at its rates, whatever else is in its state."""
     states = (now, awaiting.state)
     epochs = [one.get("last_epoch") if isinstance(one, Mapping) else None for one in states]
-    if epochs[0] is None or epochs[0] != epochs[1]:
+    if now != awaiting.state and (epochs[0] is None or epochs[0] != epochs[1]):
         return False
-    here, there = (_last_rates(one, len(awaiting.rates)) for one in states)
-    return here == there == [float(one["lr"]) for one in awaiting.rates if "lr" in one]
+    here, there = (_last_rates(one, len(awaiting.left)) for one in states)
+    known = awaiting.rates is None or here == [float(one["lr"]) for one in awaiting.rates if "lr" in one]
+    return here is not None and here == there and known
 
 
-def follow_a_loop(engine: Engine) -> bool:
+def follow_a_loop(engine: Engine, *, saves: bool = False) -> bool:
     """Give the groups the rates of the checkpoint before the next step, where `loop_has_loaded`; return whether it has.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
+        saves: before a save in place of a step, behind which the loop may still load.
     """
-    loaded, awaiting = loop_has_loaded(engine), _AWAITING.pop(engine.optimizer, None)
+    loaded, awaiting = loop_has_loaded(engine), _AWAITING.get(engine.optimizer)
+    if not (saves and not loaded):
+        _AWAITING.pop(engine.optimizer, None)
     if awaiting is None or not loaded:
         return False
-    moved = _moved_by(awaiting.scheduler())
+    moved, groups = _moved_by(awaiting.scheduler()), engine.optimizer.param_groups
     if _values(engine, moved) == awaiting.left:  # a loop that has set rates itself knows them
-        for group, values in zip(engine.optimizer.param_groups, awaiting.rates, strict=True):
+        scheduler = engine.lr_scheduler if engine.lr_scheduler is not None else awaiting.scheduler()
+        rates = awaiting.rates or _due(behind_proxy(scheduler), None, len(groups))
+        for group, values in zip(groups, rates, strict=True):
             for name in group.keys() & values.keys() & moved:
                 _put(group, name, values[name])
     return True
