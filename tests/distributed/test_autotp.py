@@ -131,6 +131,14 @@ class Spelt(torch.nn.Linear):
         return x @ self.weight.T + self.bias
 
 
+class InParts(torch.nn.Linear):
+    """Is a plain one that sums in parts, whose rounding is another."""
+
+    def forward(self, x):
+        pairs = zip(x.split(1, -1), self.weight.split(1, -1), strict=True)
+        return sum(part @ weight.T for part, weight in pairs) + self.bias
+
+
 def with_layer(made, hook=None):
     model = Divided()
     model.up = made(4, 8)
@@ -155,6 +163,7 @@ LAYERS = {
     "8 bits": (lambda: with_layer(Rounded), "what its own forward() does"),
     "dropout": (lambda: with_layer(Dropped), "what its own forward() does"),
     "a plain one": (lambda: with_layer(Spelt), None),
+    "a plain one in parts": (lambda: with_layer(InParts), None),
     "a compiled one": (lambda: with_layer(lambda *sizes: torch.compile(torch.nn.Linear(*sizes))), None),
 }
 
