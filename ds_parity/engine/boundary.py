@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.counters import Counters
-from ds_parity.engine.internals.rates_behind_loads import (
-    await_a_loop,
-    follow_a_loop,
-    loop_has_loaded,
-    state_of_schedule,
-)
+from ds_parity.engine.internals.rates_behind_loads import Standing, await_a_loop, follow_a_loop, loop_has_loaded
 from ds_parity.engine.internals.schedule import RolloutSchedule, failing_loudly
 from ds_parity.engine.internals.shown_groups import whole_groups
 from ds_parity.engine.record.finished import Finished
@@ -22,7 +17,6 @@ from ds_parity.engine.record.skips import Skips
 from ds_parity.window import Ledger, Progress
 
 _LOG = logging.getLogger("ds_parity")
-_OTHERWISE: Final = object()  # no state of a scheduler equals it
 
 
 class Boundary:
@@ -54,9 +48,9 @@ class Boundary:
         self._skips = Skips()
         self._scheduled: RolloutSchedule | None = None
         self._progress_there: Progress | None = None  # of the last load, until the next step
-        self._loop_loaded = False  # since the last step
+        self._loop_loaded = False  # since the last step or load
         self.schedule()  # from the start on, the engine has the scheduler that moves by rollouts
-        self._begun = state_of_schedule(engine.lr_scheduler)
+        self._standing = Standing(engine.lr_scheduler)
 
     def schedule(self) -> RolloutSchedule | None:
         """Return the scheduler that moves by rollouts, None where it moves by steps or there is none.
@@ -112,9 +106,15 @@ class Boundary:
             state: what `state_of_schedule` was where it was saved; None where the checkpoint does not tell.
             rates: what `moved_by_the_schedule` was there; likewise.
         """
+        scheduler = self.scheduler()
         # Those that move by rollouts tell of their loads.
-        begun = self._begun if self.finished is None else _OTHERWISE if self._loop_loaded else None
-        await_a_loop(self._engine, self.scheduler(), begun, state, rates)
+        left = True if self._loop_loaded else self._standing.has_left(scheduler)
+        await_a_loop(self._engine, scheduler, left, state, rates)
+
+    def has_loaded(self) -> None:
+        """Say that a checkpoint was loaded: what a loop does from now on is its own."""
+        self._standing.loaded(self.scheduler())
+        self._loop_loaded = False
 
     def follow_a_loop(self, *, saves: bool = False) -> None:
         """Before a step, or a save: go on from where a checkpoint was, if a loop has loaded the scheduler itself."""
@@ -174,6 +174,7 @@ class Boundary:
         self._settle(lr, sums, applied=applied)
         if schedule is not None and engine.lr_scheduler is None:
             schedule.advance_to(self._ledger.progress)  # the loop steps it, when it likes
+        self._standing.stepped(engine.lr_scheduler)
 
     def skip(self) -> None:
         """Close a window that has no weight: no step, and a warning."""

@@ -104,6 +104,7 @@ def load(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) ->
     with naming_lost_ranks("load_checkpoint()"):
         before, there = driver.state.half_loaded, _refuse_to_begin(driver, load_dir, tag, options)
         driver.state.half_loaded = str(load_dir) if there else before
+        driver.boundary.follow_a_loop(saves=True)  # what stands there now is what this load may leave
         rates, scale = moved_by_the_schedule(driver.engine, whatever_moves=True), loss_scale(driver.engine)
         path, state = _loaded_by_all(driver, load_dir, tag, options)
     if path is None:
@@ -159,6 +160,7 @@ def _go_on(
         warn_of_another_schedule(driver.engine, ours.get(SCHEDULER))
     else:
         driver.boundary.await_a_loop(ours.get(SCHEDULER_STATE) or state_in_checkpoint(state), there)
+    driver.boundary.has_loaded()
 
 
 def _refuse_to_begin(driver: Driver, load_dir: str, tag: Any, options: Mapping[str, Any]) -> bool:

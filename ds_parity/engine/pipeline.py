@@ -28,7 +28,7 @@ from ds_parity.engine.internals.between_windows import BetweenWindows
 from ds_parity.engine.internals.dropped_tokens import refuse_dropped_tokens
 from ds_parity.engine.internals.group_options import Options
 from ds_parity.engine.internals.moved_away import refuse_moved_away
-from ds_parity.engine.internals.rates_behind_loads import follow_a_loop, state_of_schedule
+from ds_parity.engine.internals.rates_behind_loads import Standing, follow_a_loop
 from ds_parity.engine.internals.replaced import replaced
 from ds_parity.engine.internals.schedule import failing_loudly, needed_by
 from ds_parity.engine.internals.shown_groups import whole_groups
@@ -109,7 +109,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         self._self_last: StepRecord | None = None
         self._self_stand_in: MicroBatch | None = None
         self._self_empty = 0
-        self._self_begun = state_of_schedule(engine.lr_scheduler)
+        self._self_standing = Standing(engine.lr_scheduler)
         self._self_skips = Skips()
         self._self_half_loaded: str | None = None  # the folder of a load that has raised behind its beginning
         # Micro-batches of rollouts differ in length, and DeepSpeed would send them in buffers of the first one's shape.
@@ -152,6 +152,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         lr, loss, norm, applied = tuple(map(float, self.get_lr())), None, None, False
         if total:
             loss = self._trained(batches, columns[self._own_column], total, samples)
+            self._self_standing.stepped(self.lr_scheduler)
             applied = bool(self.was_step_applied())
             self._self_skips.note(step - 1, applied=applied, scaled=False)
             norm = self.get_global_grad_norm() if applied else None
@@ -265,11 +266,12 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 self._self_half_loaded,
             )
             self._self_half_loaded = str(load_dir) if there else half_loaded
-            begun = None if self._windows else self._self_begun
-            path, client_state = load(self.__wrapped__, load_dir, tag, options, behind, begun)
+            left = self._self_standing.has_left(self.lr_scheduler)
+            path, client_state = load(self.__wrapped__, load_dir, tag, options, behind, left)
         whole = path is not None and is_whole(self.__wrapped__, options)
         self._self_half_loaded = None if whole else half_loaded
         if path is not None:
+            self._self_standing.loaded(self.lr_scheduler)
             self._self_writer.has_loaded(load_dir, tag, universal=self.load_universal_checkpoint())
         return path, client_state
 

@@ -223,7 +223,7 @@ def _apart(stage: int, settings: list[dict[str, str]], first: list[dict[str, str
 
 
 def load(
-    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather, begun: Any = None
+    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather, left: bool | None
 ) -> tuple[Any, Any]:
     """Load a checkpoint; return what DeepSpeed returns.
 
@@ -233,7 +233,7 @@ def load(
         tag: likewise.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
         behind: gathers a value of every rank that has loaded.
-        begun: as in `await_a_loop`.
+        left: as in `await_a_loop`.
 
     Raises:
         CheckpointError: on every rank, where one can't go on from it: DeepSpeed refused the checkpoint, or its states
@@ -241,7 +241,7 @@ def load(
         RankDesyncError: not every rank has loaded, or not all of them the same.
     """
     with identities(engine) as files:
-        path, state, error = _loaded(engine, load_dir, tag, options, begun)
+        path, state, error = _loaded(engine, load_dir, tag, options, left)
     ours = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     # Each stage has parameters and files of its own, so what doesn't fit one may fit another.
     try:
@@ -261,7 +261,7 @@ def load(
 
 
 def _loaded(
-    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], begun: Any
+    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], left: bool | None
 ) -> tuple[Any, Any, Exception | None]:
     """Return what DeepSpeed returns, and the error where this stage can't go on from it, so that others are told."""
     try:
@@ -273,6 +273,7 @@ def _loaded(
             literal_paths(),
             empty_partitions(engine),
         ):
+            follow_a_loop(engine, saves=True)
             rates, scale = moved_by_the_schedule(engine, whatever_moves=True), loss_scale(engine)
             path, state = engine.load_checkpoint(load_dir, tag, **options)
             keep_loss_scale(engine, scale)  # one of fp16, which no pipeline runs in here, would grow
@@ -289,7 +290,7 @@ def _loaded(
                 warn_of_another_schedule(engine, ours.get(SCHEDULER))
             else:
                 saved = ours.get(SCHEDULER_STATE) or state_in_checkpoint(state or {})
-                await_a_loop(engine, engine.lr_scheduler, begun, saved, there)
+                await_a_loop(engine, engine.lr_scheduler, left, saved, there)
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

@@ -31,7 +31,7 @@ def driver():
         say_to_save=lambda value: [value],
         refuse_saving=lambda error: None,
         settings=SimpleNamespace(count="rollout", lr_progress="optimizer_step"),
-        boundary=SimpleNamespace(scheduler=lambda: None, follow_a_loop=lambda: None),
+        boundary=SimpleNamespace(scheduler=lambda: None, follow_a_loop=lambda **_: None),
         adapter=SimpleNamespace(groups=list, groups_of_optimizer=list, grad_scaler=lambda: None),
         engine=SimpleNamespace(
             zero_nvme_offload_optimizer=lambda: False,

@@ -57,9 +57,10 @@ def test_a_pipeline_that_finds_no_checkpoint_says_nothing_of_turns(monkeypatch):
     engine.load_checkpoint = lambda *_, **__: (None, None)
     for name in ("as_it_was_saved", "own_clipping"):
         monkeypatch.setattr(pipeline_checkpoints, name, lambda _: nullcontext())
-    engine.optimizer.param_groups, engine.lr_scheduler = [], None
+    # What is remembered of a load refers to the optimizer.
+    engine.optimizer, engine.lr_scheduler = torch.optim.SGD([torch.zeros(1)], lr=0.1), None
     options = {"load_optimizer_states": True, "load_module_only": False, "load_module_strict": True}
-    assert pipeline_checkpoints._loaded(engine, "folder", "tag", options) == (None, None, None)
+    assert pipeline_checkpoints._loaded(engine, "folder", "tag", options, left=False) == (None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 import copy
 import gc
 import logging
+import os
+import subprocess
+import sys
 import weakref
 from fractions import Fraction
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim import lr_scheduler
 
 from ds_parity.engine.internals.rates_behind_loads import (
+    Standing,
     await_a_loop,
     follow_a_loop,
     follow_the_schedule,
@@ -245,7 +249,7 @@ def state_of(engine):
     return copy.deepcopy(engine.lr_scheduler.state_dict())
 
 
-def without_the_scheduler(engine, saved, *parts, taken=False, begun=None):
+def without_the_scheduler(engine, saved, *parts, taken=False, left=False):
     """Load these parts, and let a loop do the rest; what it knows of the scheduler."""
     before, own = moved_by_the_schedule(engine, whatever_moves=True), engine.lr_scheduler
     if taken:
@@ -254,7 +258,7 @@ def without_the_scheduler(engine, saved, *parts, taken=False, begun=None):
         engine.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
     rates = moved_by_the_schedule(saved)
     follow_the_schedule(engine, before, rates, scheduler=False, optimizer="optimizer" in parts)
-    await_a_loop(engine, own, begun, state_of_schedule(saved.lr_scheduler), rates)
+    await_a_loop(engine, own, left, state_of_schedule(saved.lr_scheduler), rates)
     return own
 
 
@@ -276,10 +280,12 @@ def without_the_scheduler(engine, saved, *parts, taken=False, begun=None):
 def test_a_loop_that_loads_the_scheduler_itself_goes_on_as_if_all_was_loaded(made, order, parts):
     saved, engine = engine_of(made), engine_of(made)
     stepped(saved, 3)
-    begun = state_of_schedule(engine.lr_scheduler)
+    standing = Standing(engine.lr_scheduler)
     if order == "before":
         engine.lr_scheduler.load_state_dict(state_of(saved))
-    own = without_the_scheduler(engine, saved, *parts, taken=order == "taken away", begun=begun)
+    left = standing.has_left(engine.lr_scheduler)
+    assert left == (order == "before")
+    own = without_the_scheduler(engine, saved, *parts, taken=order == "taken away", left=left)
     if order == "taken away since":
         engine.lr_scheduler = None
     if order != "before":
@@ -300,10 +306,38 @@ def test_so_does_one_that_has_taken_steps_and_loads_the_scheduler_before(made):
     saved, engine = engine_of(made), engine_of(made)
     stepped(saved, 3)
     stepped(engine, 5)
+    standing = Standing(None)
+    standing.stepped(engine.lr_scheduler)
+    assert standing.has_left(engine.lr_scheduler) is False
     engine.lr_scheduler.load_state_dict(state_of(saved))
-    without_the_scheduler(engine, saved, "optimizer")
+    without_the_scheduler(engine, saved, "optimizer", left=standing.has_left(engine.lr_scheduler))
     assert follow_a_loop(engine)
     assert stepped(engine, 4) == stepped(saved, 4)
+
+
+@pytest.mark.parametrize("made", [halved, warm_up, one_cycle(0.3), lambda it: lr_scheduler.LambdaLR(it, lambda _: 1.0)])
+def test_rates_that_a_loop_has_set_stay_where_both_stand_alike_and_nobody_loads(made):
+    saved, engine = engine_of(one_cycle(0.1) if made is not halved else halved), engine_of(made)
+    stepped(saved, 3)
+    stepped(engine, 3)
+    standing = Standing(None)
+    standing.stepped(engine.lr_scheduler)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.5
+    without_the_scheduler(engine, saved, "optimizer", left=standing.has_left(engine.lr_scheduler))
+    assert not follow_a_loop(engine)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_what_deepspeed_has_loaded_was_loaded_by_no_loop():
+    saved, other, engine = engine_of(warm_up), engine_of(warm_up), engine_of(warm_up)
+    stepped(saved, 3)
+    stepped(other, 3)
+    standing = Standing(engine.lr_scheduler)
+    engine.lr_scheduler.load_state_dict(state_of(other))
+    standing.loaded(engine.lr_scheduler)
+    without_the_scheduler(engine, saved, "optimizer", left=standing.has_left(engine.lr_scheduler))
+    assert not follow_a_loop(engine)
 
 
 def test_a_save_does_not_end_the_wait_for_a_loop():
@@ -321,7 +355,7 @@ def test_a_save_does_not_end_the_wait_for_a_loop():
 def test_rates_that_the_checkpoint_does_not_tell_are_those_of_the_loaded_scheduler(made, caplog):
     saved, engine = engine_of(made, lr=0.8), engine_of(made, lr=0.8)
     stepped(saved, 3)
-    await_a_loop(engine, engine.lr_scheduler, None, state_of_schedule(saved.lr_scheduler), None)
+    await_a_loop(engine, engine.lr_scheduler, False, state_of_schedule(saved.lr_scheduler), None)
     engine.lr_scheduler.load_state_dict(state_of(saved))
     assert follow_a_loop(engine)
     if made is Own:
@@ -374,7 +408,7 @@ def test_rates_are_put_back_before_one_step_alone():
 def test_a_checkpoint_that_does_not_tell_of_the_scheduler_changes_nothing():
     saved, engine = engine_of(halved), engine_of(halved)
     stepped(saved, 3)
-    await_a_loop(engine, engine.lr_scheduler, None, None, moved_by_the_schedule(saved))
+    await_a_loop(engine, engine.lr_scheduler, False, None, moved_by_the_schedule(saved))
     engine.lr_scheduler.load_state_dict(state_of(saved))
     assert not follow_a_loop(engine)
 
@@ -394,10 +428,12 @@ class Still(Own):
 def test_a_schedule_that_stands_there_and_that_nobody_has_loaded_stays_its_own(made, steps, caplog):
     saved, engine = engine_of(made, lr=0.8), engine_of(made)
     stepped(saved, 3)
-    begun = None if steps else state_of_schedule(engine.lr_scheduler)
-    stepped(engine, steps)
+    standing = Standing(engine.lr_scheduler)
+    if steps:
+        stepped(engine, steps)
+        standing.stepped(engine.lr_scheduler)
     rates = [group["lr"] for group in engine.optimizer.param_groups]
-    without_the_scheduler(engine, saved, "optimizer", begun=begun)
+    without_the_scheduler(engine, saved, "optimizer", left=standing.has_left(engine.lr_scheduler))
     assert not follow_a_loop(engine)
     assert [group["lr"] for group in engine.optimizer.param_groups] == rates
     # In a used engine nothing tells whether it was loaded.
@@ -428,8 +464,8 @@ class OfAnyKind(Own):
     """Has a state of what is neither a number nor a text, and of what can't be told."""
 
     def state_dict(self):
-        large = torch.full((2000,), self.steps)
-        return {"steps": Fraction(self.steps), "seen": {self.steps}, "large": large, "by": lambda: self.steps}
+        large, kept = torch.full((2000,), self.steps), SimpleNamespace(names={"warm", "cold", str(self.steps)})
+        return {"steps": Fraction(self.steps), "kept": kept, "large": large, "by": lambda: self.steps}
 
     def load_state_dict(self, state):
         self.steps = int(state["steps"])
@@ -449,15 +485,34 @@ class Bare(Own):
 @pytest.mark.parametrize("made", [Endless, OfAnyKind, Bare])
 def test_a_state_may_be_of_any_kind(made, order):
     saved, engine = engine_of(made), engine_of(made)
+    standing = Standing(engine.lr_scheduler)
     stepped(saved, 3)
-    begun = state_of_schedule(engine.lr_scheduler)
     if order == "before":
         engine.lr_scheduler.load_state_dict(saved.lr_scheduler.state_dict())
-    without_the_scheduler(engine, saved, "optimizer", begun=begun)
+    left = standing.has_left(engine.lr_scheduler)
+    assert left == (order == "before")
+    without_the_scheduler(engine, saved, "optimizer", left=left)
     if order == "behind":
         engine.lr_scheduler.load_state_dict(saved.lr_scheduler.state_dict())
     assert follow_a_loop(engine)
     assert stepped(engine, 2) == stepped(saved, 2)
+
+
+def test_a_set_has_no_order():
+    """That of its names is another one in each process."""
+    states = []
+    for seed in "12":
+        code = (
+            "from types import SimpleNamespace as One; from ds_parity.engine.internals import rates_behind_loads as it;"
+            "print(it.state_in_checkpoint({'lr_scheduler': {'seen': set('abcdefg'), 'kept': One(of=set('abcdefg'))}}))"
+        )
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        states.append(run.stdout.splitlines()[-1])
+    assert states[0] == states[1]
+    assert "'g'" in states[0]
 
 
 class Raises(Own):

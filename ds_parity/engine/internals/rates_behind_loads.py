@@ -6,7 +6,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -32,7 +32,7 @@ class _Awaiting:
 
     Attributes:
         scheduler: refers to the engine's, or to one that was taken away from it, if it is still there.
-        stood: what `state_of_schedule` was behind the load; None where it must have been loaded before.
+        stood: what `state_of_schedule` was behind the load; None where it may have been loaded before.
         state: what it was where it was saved.
         left: what the groups had behind the load.
         rates: what they had where it was saved; None where nothing tells.
@@ -81,16 +81,22 @@ def _comparable(state: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """The same, with digests of what is large or of other types, and without what has none, such as a lambda."""
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        size = value.numel() if isinstance(value, torch.Tensor) else value.size
-        return _plain(value.tolist()) if size <= _MOST_ELEMENTS else _digest(value.tolist())
-    if isinstance(value, float) and math.isnan(value):
-        return "NaN"  # which equals itself
-    if isinstance(value, Mapping):
-        return {str(name): one for name, item in value.items() if (one := _plain(item)) is not None}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value] if len(value) <= _MOST_ELEMENTS else _digest(value)
-    return value if value is None or isinstance(value, int | float | str) else _digest(value)
+    plain: Any
+    if value is None or isinstance(value, int | float | str):
+        plain = "NaN" if isinstance(value, float) and math.isnan(value) else value  # a text equals itself
+    elif isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        plain = _plain(value.tolist())
+    elif isinstance(value, list | tuple) and len(value) <= _MOST_ELEMENTS:
+        plain = [_plain(one) for one in value]
+    elif isinstance(value, set | frozenset):
+        plain = sorted(repr(_plain(one)) for one in value)  # its own order is another one in each process
+    elif isinstance(value, Mapping):
+        plain = {str(name): one for name, item in value.items() if (one := _plain(item)) is not None}
+    elif hasattr(value, "__dict__") and not callable(value):
+        plain = _plain(vars(value))
+    else:
+        plain = _digest(value)
+    return plain
 
 
 def _digest(value: Any) -> str | None:
@@ -204,42 +210,75 @@ def _put(group: dict[str, Any], name: str, value: Any) -> None:
         group[name] = _of_the_kind(group.get(name), value)
 
 
+class Standing:
+    """Where a scheduler stood last: when the engine was built, or behind its last step or load of a checkpoint.
+
+    Args:
+        scheduler: the engine's, or None, here and below; it may be another one each time.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._state: Any = None
+        self._place: Any = None
+        self.loaded(scheduler)
+
+    def loaded(self, scheduler: Any) -> None:
+        """Say that it stands where a build, or a load of a checkpoint, has left it."""
+        self._state, self._place = state_of_schedule(scheduler), None
+
+    def stepped(self, scheduler: Any) -> None:
+        """Say that it stands where a step has left it; a state is not asked for in each step."""
+        self._state, self._place = None, _place_of(scheduler)
+
+    def has_left(self, scheduler: Any) -> bool | None:
+        """Return whether it stands elsewhere by now, as one does that a loop has loaded; None where nothing tells."""
+        if self._state is not None:
+            return bool(state_of_schedule(scheduler) != self._state)
+        return None if self._place is None else bool(_place_of(scheduler) != self._place)
+
+
+def _place_of(scheduler: Any) -> tuple[float, ...] | None:
+    """Return the position and the last rates of a scheduler of torch's or DeepSpeed's; None of one that has no such."""
+    own = behind_proxy(scheduler)
+    try:
+        if isinstance(own, BY_ITERATION):
+            return (float(own.last_batch_iteration),)
+        rates = [float(one) for one in getattr(own, "_last_lr", ())]
+    except (TypeError, ValueError):  # a name that a scheduler of one's own uses for something else
+        return None
+    position = getattr(own, "last_epoch", 0)
+    return (float(position), *rates) if rates and isinstance(position, int | float) else None
+
+
 def await_a_loop(
-    engine: Engine, scheduler: Any, begun: Any, state: Any, rates: Sequence[Mapping[str, Any]] | None
+    engine: Engine, scheduler: Any, left: bool | None, state: Any, rates: Sequence[Mapping[str, Any]] | None
 ) -> None:
     """Remember, behind a load without the scheduler's state, what it was: the loop may load that itself.
 
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
         scheduler: its own, or one that was taken away from it; None for none.
-        begun: what `state_of_schedule` was when the engine was built, if it has taken no step since; else None.
+        left: whether a loop has moved it since the last step or load, so that it may have loaded it before this load;
+            None where nothing tells.
         state: what it was where it was saved; None where the checkpoint does not tell.
         rates: what `moved_by_the_schedule` was there; likewise. They are those of the scheduler then, once loaded.
     """
     groups = engine.optimizer.param_groups
     if scheduler is None or state is None or (rates is not None and len(rates) != len(groups)):
         return
-    stood = state_of_schedule(scheduler)
+    stood, values = state_of_schedule(scheduler), _values(engine, _moved_by(scheduler))
     try:
         refers = ref(behind_proxy(scheduler))
     except TypeError:  # of a class that can't be referred to
         return
-    left = _values(engine, _moved_by(scheduler))
-    awaiting = _Awaiting(refers, stood, state, left, rates)
-    # Only a load has moved the scheduler of an engine that has taken no step. One that stands where the checkpoint's
-    # did is due the rates of that place, whether a loop has loaded it or not, where these can be told.
-    if (begun is not None and stood != begun) or _is_in_its_place(stood, awaiting):
-        awaiting = replace(awaiting, stood=None)
-    elif isinstance(behind_proxy(scheduler), BY_ITERATION) and stood == state:
-        awaiting = replace(awaiting, stood=None, rates=None)
-    elif begun is None and stood == state and rates is not None and left != [*rates]:
+    _AWAITING[engine.optimizer] = _Awaiting(refers, None if left else stood, state, values, rates)
+    if left is None and stood == state and rates is not None and values != [*rates]:
         _LOG.warning(
-            "the scheduler %s stands where that of the checkpoint did, and its state does not tell the learning rates "
-            "there: they are those of this engine. A loop that has loaded the scheduler itself loads it once more, "
-            "behind load_checkpoint(load_lr_scheduler_states=False)",
+            "the scheduler %s stands where that of the checkpoint did, and nothing tells whether a loop has loaded it: "
+            "the learning rates stay those of this engine. A loop that has loaded it does so once more, behind "
+            "load_checkpoint(load_lr_scheduler_states=False)",
             type(behind_proxy(scheduler)).__name__,
         )
-    _AWAITING[engine.optimizer] = awaiting
 
 
 def loop_has_loaded(engine: Engine) -> bool:
