@@ -103,6 +103,13 @@ class Bounded(torch.nn.Linear):
         return super().forward(x).tanh()
 
 
+class Nearly(torch.nn.Linear):
+    """Gives a little less."""
+
+    def forward(self, x):
+        return super().forward(x) * 0.99
+
+
 class Rounded(torch.nn.Linear):
     """Its weight has 8 bits."""
 
@@ -160,6 +167,7 @@ LAYERS = {
         lambda: with_layer(lambda *sizes: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(*sizes))),
         "parametrizations.weight.original0",
     ),
+    "a little less": (lambda: with_layer(Nearly), "what its own forward() does"),
     "8 bits": (lambda: with_layer(Rounded), "what its own forward() does"),
     "dropout": (lambda: with_layer(Dropped), "what its own forward() does"),
     "a plain one": (lambda: with_layer(Spelt), None),

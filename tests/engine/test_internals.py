@@ -169,7 +169,8 @@ OTHERS = {
     *("_hp_grad", "grad_accum"),  # of parameters: guards name them
     *("fill_", "last_batch_iteration"),  # the latter of DeepSpeed's schedulers
     *("left", "rates", "scheduler"),  # of a load without the scheduler's state
-    *("beside", "has"),  # of a layer before AutoTP
+    *("dumps", "hexdigest"),  # of what such a state has
+    *("_parameters", "abs", "beside", "get_float32_matmul_precision", "has", "max"),  # of a layer before AutoTP
     *("Embedding", "Linear", "__qualname__", "forward", "linear", "weight", "stood"),
     *("array_equal", "bool", "is_complex", "func", "functional_call", "fork_rng", "randn", "random"),
     *("_non_persistent_buffers_set", "buffers", "put_into"),  # the last one of what a state changes

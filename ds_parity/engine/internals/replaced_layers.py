@@ -24,10 +24,11 @@ _PUT_IN: Final = ("deepspeed.module_inject", "torch.nn")  # a slice of an embedd
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _COMPILED: Final = "_orig_mod"  # torch.compile's name for what it wraps
 _MATRIX: Final = 2
-# Shares of the largest of some products. Sums of 4,096 and more in another order, or by the halved mantissa that GPUs
-# may multiply fp32 with, differ by less than the first; those of operands rounded to bf16 by less than the second.
-_SINGLE: Final = 1e-3
-_HALF: Final = 2e-2
+# Shares of the largest of some products, by which sums of 4,096 and more differ in another order: in fp32, in the fewer
+# digits that GPUs may multiply fp32 with, and of operands that are rounded to bf16.
+_SINGLE: Final = 1e-4
+_FEWER_DIGITS: Final = 1e-3
+_HALF: Final = 5e-3
 _HALVES: Final = (torch.bfloat16, torch.float16)
 
 
@@ -152,8 +153,10 @@ def _beside(layer: _Layer, by: Any) -> str | None:
 
 def _precision(module: Any) -> float:
     """The share of the largest product by which two ways to compute it differ, in the type of a layer's weight."""
-    weight = getattr(module, "weight", None)
-    return _HALF if isinstance(weight, torch.Tensor) and weight.dtype in _HALVES else _SINGLE
+    weight, multiplied = getattr(module, "weight", None), torch.get_float32_matmul_precision()
+    if multiplied == "medium" or (isinstance(weight, torch.Tensor) and weight.dtype in _HALVES):
+        return _HALF
+    return _SINGLE if multiplied == "highest" else _FEWER_DIGITS
 
 
 def _is_another_function(module: Any, shape: tuple[int, ...], precision: float) -> bool:
@@ -165,6 +168,7 @@ def _is_another_function(module: Any, shape: tuple[int, ...], precision: float) 
     device, generator = module.weight.device, torch.Generator().manual_seed(0)
     drawn = [torch.randn(size, generator=generator, device="cpu") for size in (shape, (2, 3, shape[1]), shape[:1])]
     weight, x, shift = (one.to(device) for one in drawn)
+    weight = weight / shape[1] ** 0.5  # so that products are as large as inputs and biases
     bias = None if getattr(module, "bias", None) is None else shift
     # All that it has is a copy meanwhile, and the caller's random numbers go on from where they were.
     own = {name: one.detach().clone() for name, one in module.named_buffers()} | {"weight": weight}
