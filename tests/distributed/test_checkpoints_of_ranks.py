@@ -344,7 +344,19 @@ def unwritten(folder):
         trains = _trains(engine)
         engine.save_checkpoint(path, tag="later")
         results[f"then {stage}"] = from_all([trains, Path(path, "latest").read_text()])
+        with _no_state(engine, raises=dist.get_rank() == UNWRITTEN[stage][0]):
+            over = refusal(partial(engine.save_checkpoint, path, tag="later"))
+        left = sorted(file.name for file in Path(path, "later").glob("*_optim_states.pt"))
+        results[f"over {stage}"] = from_all([over, left])
     return results
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_a_save_that_fails_leaves_no_states_of_an_earlier_one_beside_its_own(two_ranks, stage):
+    """A conversion would take a part of the weights from each, without an error on ZeRO 3."""
+    for said, left in two_ranks.of(unwritten)[f"over {stage}"]:
+        assert said.startswith("CheckpointError: save_checkpoint(")
+        assert left == ["zero_pp_rank_0_mp_rank_00_optim_states.pt"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

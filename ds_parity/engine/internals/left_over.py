@@ -7,10 +7,13 @@ import re
 import tempfile
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import psutil  # type: ignore[import-untyped]
+
+from ds_parity.engine.internals.surface import Engine
 
 _FILE: Final = re.compile(r"(?:((?:bf16_)?zero_pp|expp)_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _OF_EXPERTS: Final = "expp"  # optimizer's files of ranks that have experts, on ZeRO 0
@@ -75,6 +78,22 @@ def remove_left_over(folder: Path, written: Mapping[str, int]) -> list[str]:
     if errors:
         raise errors[0]
     return sorted(file.name for file in others)
+
+
+def withdraw(engine: Engine, saving: tuple[str, str]) -> None:
+    """Remove this rank's file of the optimizer's states, left by an earlier save under a tag, before it writes one.
+
+    Once all ranks have done so, a run that is killed in its save leaves no states of the one save beside states of the
+    other. A load tells them apart by the identity of each file, which DeepSpeed's conversion leaves out: it takes parts
+    of the weights from each, without an error on ZeRO 3 (checkpoint/ds_to_universal.py, 0.19.8).
+
+    Args:
+        engine: a bare DeepSpeed engine, of a pipeline or not.
+        saving: the folder of all checkpoints, and the tag.
+    """
+    if getattr(engine.optimizer, "dp_process_group", None) is not None:
+        with suppress(OSError):  # then the save comes to the same, and says so
+            Path(engine._get_zero_ckpt_name(*saving)).unlink(missing_ok=True)
 
 
 class _Written:

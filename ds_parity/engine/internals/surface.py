@@ -170,6 +170,9 @@ class Engine(Protocol):
     def _get_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
         """Return the path of this rank's file of the model."""
 
+    def _get_zero_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
+        """Return the path of this rank's file of the optimizer's states."""
+
     def gradient_accumulation_steps(self) -> int:
         """What DeepSpeed was configured with."""
 
