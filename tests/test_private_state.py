@@ -62,6 +62,7 @@ EXCUSED = {
     ("engine/trainers.py", "_loss_shifts_labels"): "transformers', by which its Trainer itself counts labels",
     ("engine/stand_ins.py", "_fields"): "the interface of Python's namedtuples, which begins with an underscore",
     ("engine/stand_ins.py", "_replace"): "the interface of Python's namedtuples, which begins with an underscore",
+    ("engine/unloadable.py", "load_state_dict"): "torch's, of a model",
     ("parity/matrix/precision_rows.py", "immediate_grad_update"): "the key of a configuration",
     ("parity/subjects/references/torch_counterparts.py", "adam_w_mode"): "the key of a configuration",
     ("parity/matrix/setups.py", "deepspeed.ops.adam"): "where DeepSpeed's documentation imports DeepSpeedCPUAdam from",

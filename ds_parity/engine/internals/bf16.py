@@ -51,6 +51,22 @@ class Bf16(Adapter):
         optimizer.update_lp_params = update_lp_params  # type: ignore[method-assign]
         optimizer._restore_from_bit16_weights = restore_from_bit16_weights  # type: ignore[method-assign]
 
+    def _load_masters(self) -> None:
+        """Make masters of the model's weights in a load with `load_from_fp32_weights: false`, as the other wrappers do.
+
+        DeepSpeed leaves them as they were, and the next step would undo what was loaded (_load_legacy_checkpoint,
+        0.19.8; tools/deepspeed_faults/masters_of_before.py).
+        """
+        optimizer = self._optimizer
+        load = optimizer.load_state_dict
+
+        def load_state_dict(state_dict_list: Any, **options: Any) -> None:
+            load(state_dict_list, **options)
+            if not options.get("checkpoint_folder") and not options.get("load_from_fp32_weights"):
+                optimizer.refresh_fp32_params()
+
+        optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
     def show_stepped_weights(self) -> None:
         """Copy the weights in fp32 to the model's, on every rank."""
         self._optimizer.update_lp_params()
@@ -77,6 +93,7 @@ class Bf16(Adapter):
         """
         super().prepare()
         self._keep_in_place()
+        self._load_masters()
         optimizer = self._optimizer
         keep_states_linked(optimizer, self.engine.basic_optimizer, optimizer.fp32_groups_flat_partition)
         optimizer.backward_prologue = _nothing
@@ -95,6 +112,7 @@ class Bf16(Adapter):
     def prepare_pipeline(self) -> None:
         """Let the columns of a pipeline clip by one norm, whatever each has used."""
         self._keep_in_place()
+        self._load_masters()
         keep_states_linked(self._optimizer, self.engine.basic_optimizer, self._optimizer.fp32_groups_flat_partition)
         given = self._optimizer.get_grads_for_norm
 

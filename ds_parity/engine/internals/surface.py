@@ -418,6 +418,12 @@ class Bf16Optimizer(LinkedOptimizer, Protocol):
     def update_lp_params(self) -> None:
         """Copy the weights that this rank steps to the model's, and gather those of the others."""
 
+    def load_state_dict(self, state_dict_list: Any, **options: Any) -> None:
+        """Load what each rank has saved."""
+
+    def refresh_fp32_params(self) -> None:
+        """Copy the model's weights to those in fp32."""
+
     def accumulate_hp_grads_and_remove_lp(self, lp_param: Parameter, group_idx: int, param_idx: int) -> None:
         """Add the bf16 gradient that has just come in to the fp32 one."""
 

@@ -317,6 +317,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "a run begins with the weights of a checkpoint, without its optimizer's states",
     ),
     DeepSpeedFault(
+        "masters_of_before",
+        "the step after a load with load_from_fp32_weights: false undoes what was loaded",
+        "leave load_from_fp32_weights out, or call engine.optimizer.refresh_fp32_params() behind the load",
+        lambda c: c.sums_in_fp32 and c.stage == 1 and c.raw("zero_optimization.load_from_fp32_weights") is False,
+        "a run goes on from a checkpoint",
+    ),
+    DeepSpeedFault(
         "moved_weights",
         "weights that were given memory of their own are stepped no more, or what is loaded into them alone is lost",
         "write into weights in place (parameter.data.copy_(tensor)), and don't convert the model there and back",
