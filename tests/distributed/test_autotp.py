@@ -110,6 +110,20 @@ class Nearly(torch.nn.Linear):
         return super().forward(x) * 0.99
 
 
+class Capped(torch.nn.Linear):
+    """Gives nearly the same, where that is small."""
+
+    def forward(self, x):
+        return (super().forward(x) / 50).tanh() * 50
+
+
+class Shifted(torch.nn.Linear):
+    """Adds a little of an input."""
+
+    def forward(self, x):
+        return super().forward(x) + 1e-3 * x[..., :1]
+
+
 class Rounded(torch.nn.Linear):
     """Its weight has 8 bits."""
 
@@ -168,6 +182,8 @@ LAYERS = {
         "parametrizations.weight.original0",
     ),
     "a little less": (lambda: with_layer(Nearly), "what its own forward() does"),
+    "a bound in bf16": (lambda: with_layer(Capped).bfloat16(), "what its own forward() does"),
+    "a little more in bf16": (lambda: with_layer(Shifted).bfloat16(), "what its own forward() does"),
     "8 bits": (lambda: with_layer(Rounded), "what its own forward() does"),
     "dropout": (lambda: with_layer(Dropped), "what its own forward() does"),
     "a plain one": (lambda: with_layer(Spelt), None),

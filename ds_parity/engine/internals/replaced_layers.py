@@ -28,7 +28,9 @@ _MATRIX: Final = 2
 # digits that GPUs may multiply fp32 with, and of operands that are rounded to bf16.
 _SINGLE: Final = 1e-4
 _FEWER_DIGITS: Final = 1e-3
-_HALF: Final = 5e-3
+_HALF: Final = 2e-2
+_SAME: Final = 1e-6  # of sums of integers
+_FEW: Final = 64  # weights of an output that are not 0, there
 _HALVES: Final = (torch.bfloat16, torch.float16)
 
 
@@ -165,10 +167,43 @@ def _is_another_function(module: Any, shape: tuple[int, ...], precision: float) 
     plain = {torch.nn.Linear.forward, torch.nn.Embedding.forward, of_transformers.forward}
     if (type(module).forward in plain and "forward" not in vars(module)) or len(shape) != _MATRIX:
         return False
-    device, generator = module.weight.device, torch.Generator().manual_seed(0)
-    drawn = [torch.randn(size, generator=generator, device="cpu") for size in (shape, (2, 3, shape[1]), shape[:1])]
-    weight, x, shift = (one.to(device) for one in drawn)
-    weight = weight / shape[1] ** 0.5  # so that products are as large as inputs and biases
+    return _differs(module, _drawn(shape), precision) or _differs(module, _exact(shape), _SAME)
+
+
+def _drawn(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Return a weight, inputs and a bias of any digits, whose products are as large as inputs and biases."""
+    weight, x, bias = _normal(shape, (2, 3, shape[1]), shape[:1])
+    return weight / shape[1] ** 0.5, x, bias
+
+
+def _exact(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the same, with sums that are exact in any order and dtype, as all of their parts have 8 digits in binary.
+
+    So no tolerance is needed in which a small addition could hide, or a bound that only large products reach. Every
+    other output sums small integers, the first one up to 128 if there are inputs enough, and a bias adds 99 at most.
+    The ones between are a single weight.
+    """
+    outputs, inputs = shape
+    few = min(_FEW, inputs)
+    held, x, bias = _normal((outputs, few), (2, 3, inputs), (outputs,))
+    number, count = torch.arange(outputs, device="cpu")[:, None], torch.arange(few, device="cpu")
+    places, signs = (number * 7 + count) % inputs, x.sign()
+    sums = held.sign() * (1 + (held.abs() > 1))
+    sums[0] = 2 * signs[0, 0, places[0]]
+    alone = held.sign() * (1 + number * 37 % 128 / 128) * (count == 0)
+    odd = number % 2 == 1
+    weight = torch.zeros(shape, dtype=torch.float32, device="cpu").scatter_(1, places, torch.where(odd, alone, sums))
+    return weight, signs, torch.where(odd[:, 0], 0.0, (bias * _FEW).round().clamp(-99, 99))
+
+
+def _normal(*sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for size in sizes]
+
+
+def _differs(module: Any, drawn: tuple[torch.Tensor, ...], precision: float) -> bool:
+    """Whether what a layer gives differs, by more than a share of the largest product; not where it raises."""
+    weight, x, shift = (one.to(module.weight.device) for one in drawn)
     bias = None if getattr(module, "bias", None) is None else shift
     # All that it has is a copy meanwhile, and the caller's random numbers go on from where they were.
     own = {name: one.detach().clone() for name, one in module.named_buffers()} | {"weight": weight}
