@@ -271,7 +271,8 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
         whole = path is not None and is_whole(self.__wrapped__, options)
         self._self_half_loaded = None if whole else half_loaded
         if path is not None:
-            self._self_standing.loaded(self.lr_scheduler)
+            if not options["load_module_only"]:
+                self._self_standing.loaded(self.lr_scheduler)
             self._self_writer.has_loaded(load_dir, tag, universal=self.load_universal_checkpoint())
         return path, client_state
 

@@ -183,7 +183,14 @@ OF_BARE = {
 ALONE = {"load_lr_scheduler_states": False}
 NOTHING = {**ALONE, "load_optimizer_states": False}
 # What is loaded, and when a loop loads the scheduler itself. Pipelines load no weights alone.
-LOADS = [({}, "not"), (ALONE, "behind"), (ALONE, "before"), (ALONE, "behind a save"), (NOTHING, "behind")]
+LOADS = [
+    ({}, "not"),
+    (ALONE, "behind"),
+    (ALONE, "before"),
+    (ALONE, "before, and weights between"),
+    (ALONE, "behind a save"),
+    (NOTHING, "behind"),
+]
 
 
 @on_two_ranks
@@ -204,8 +211,10 @@ def loaded_by_loops(folder):
         for options, when in LOADS[: -1 if stage == "pipeline" else None]:
             deepspeed.utils.groups.mpu = None
             engine = build(name, stage, lr_progress=progress)
-            if when == "before":
+            if when.startswith("before"):
                 engine.lr_scheduler.load_state_dict(state)
+            if when == "before, and weights between" and stage != 3:
+                engine.load_checkpoint(f"{folder}/{case}", load_module_only=True)
             engine.load_checkpoint(f"{folder}/{case}", **options)
             if when == "behind a save":
                 engine.save_checkpoint(f"{folder}/again/{case}")

@@ -315,6 +315,19 @@ def test_so_does_one_that_has_taken_steps_and_loads_the_scheduler_before(made):
     assert stepped(engine, 4) == stepped(saved, 4)
 
 
+@pytest.mark.parametrize("made", [halved, one_cycle(0.1), chained, lookahead])
+def test_so_does_one_that_loads_the_scheduler_before_it_builds_the_engine(made):
+    saved, engine = engine_of(made), engine_of(made)
+    stepped(saved, 3)
+    engine.lr_scheduler.load_state_dict(state_of(saved))
+    standing = Standing(engine.lr_scheduler)
+    without_the_scheduler(engine, saved, "optimizer", left=standing.has_left(engine.lr_scheduler))
+    assert follow_a_loop(engine)
+    standing.loaded(engine.lr_scheduler)
+    assert standing.has_left(engine.lr_scheduler) is False
+    assert stepped(engine, 4) == stepped(saved, 4)
+
+
 @pytest.mark.parametrize("made", [halved, warm_up, one_cycle(0.3), lambda it: lr_scheduler.LambdaLR(it, lambda _: 1.0)])
 def test_rates_that_a_loop_has_set_stay_where_both_stand_alike_and_nobody_loads(made):
     saved, engine = engine_of(one_cycle(0.1) if made is not halved else halved), engine_of(made)

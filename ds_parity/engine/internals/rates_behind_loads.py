@@ -221,20 +221,32 @@ class Standing:
         self._state: Any = None
         self._place: Any = None
         self.loaded(scheduler)
+        self._began_behind_its_start = _is_behind_its_start(scheduler)
 
     def loaded(self, scheduler: Any) -> None:
-        """Say that it stands where a build, or a load of a checkpoint, has left it."""
-        self._state, self._place = state_of_schedule(scheduler), None
+        """Say that it stands where a load of a checkpoint has left it."""
+        self._state, self._place, self._began_behind_its_start = state_of_schedule(scheduler), None, False
 
     def stepped(self, scheduler: Any) -> None:
         """Say that it stands where a step has left it; a state is not asked for in each step."""
-        self._state, self._place = None, _place_of(scheduler)
+        self._state, self._place, self._began_behind_its_start = None, _place_of(scheduler), False
 
     def has_left(self, scheduler: Any) -> bool | None:
         """Return whether it stands elsewhere by now, as one does that a loop has loaded; None where nothing tells."""
+        if self._began_behind_its_start:  # a loop has loaded it before it built the engine
+            return True
         if self._state is not None:
             return bool(state_of_schedule(scheduler) != self._state)
         return None if self._place is None else bool(_place_of(scheduler) != self._place)
+
+
+def _is_behind_its_start(scheduler: Any) -> bool:
+    """Whether a new engine's scheduler has been stepped or loaded, or was made to go on; False where nothing tells."""
+    own = behind_proxy(scheduler)
+    if isinstance(own, torch.optim.lr_scheduler.ChainedScheduler):  # it has no position of its own
+        return any(map(_is_behind_its_start, own._schedulers))
+    position = getattr(own, "last_batch_iteration" if isinstance(own, BY_ITERATION) else "last_epoch", 0)
+    return isinstance(position, int | float) and position > 0
 
 
 def _place_of(scheduler: Any) -> tuple[float, ...] | None:
@@ -272,7 +284,7 @@ def await_a_loop(
     except TypeError:  # of a class that can't be referred to
         return
     _AWAITING[engine.optimizer] = _Awaiting(refers, None if left else stood, state, values, rates)
-    if left is None and stood == state and rates is not None and values != [*rates]:
+    if left is None and stood == state and (rates is None or values != [*rates]):
         _LOG.warning(
             "the scheduler %s stands where that of the checkpoint did, and nothing tells whether a loop has loaded it: "
             "the learning rates stay those of this engine. A loop that has loaded it does so once more, behind "
