@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.checkpoints import going_on
 from ds_parity.engine.internals.identity import marked
-from ds_parity.engine.internals.left_over import changed_at, remove_left_over, withdraw
+from ds_parity.engine.internals.left_over import Withdrawn, changed_at, remove_left_over
 from ds_parity.engine.internals.surface import Engine
 from ds_parity.engine.ranks.agreement import in_short, refuse_differing
 from ds_parity.engine.writers import Writer
@@ -149,11 +149,12 @@ def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any], gather: Ga
     # A decoupled checkpoint engine is still writing when it returns, so only it knows when `latest` may change.
     by_deepspeed = saving.names_latest and adapter.writes_latest_itself
     identity = state[KEY][IDENTITY]
-    withdraw(adapter.engine, (saving.save_dir, saving.tag))
+    earlier = Withdrawn(adapter.engine, (saving.save_dir, saving.tag))
     gather(None)  # behind this no rank has a file of an earlier save
-    with going_on(adapter.engine) as errors, marked(adapter.engine, identity) as names:
+    with marked(adapter.engine, identity, earlier.remove) as names, going_on(adapter.engine) as errors:
         saved = adapter.engine.save_checkpoint(saving.save_dir, saving.tag, state, by_deepspeed, saving.without_frozen)
     everywhere = gather((_said(errors), changed_at(saving.folder, sorted(names))))
+    earlier.remove() if any(there for _, there in everywhere) else earlier.put_back()
     _refuse_a_part(saving, "its files", errors, [said for said, _ in everywhere])
     _remove_left_over(saving, {name: changed for _, there in everywhere for name, changed in there.items()})
     if saving.names_latest and not by_deepspeed:

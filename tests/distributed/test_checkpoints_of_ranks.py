@@ -304,13 +304,12 @@ class _Odd(int):
 
 
 @contextmanager
-def _no_state(engine, *, raises):
-    optimizer = engine.__wrapped__.optimizer
+def _no_state(of, *, raises=True):
     if raises:
-        optimizer.state_dict = partial(_out_of_memory, optimizer)
+        of.state_dict = partial(_out_of_memory, of)
     yield
     if raises:
-        del optimizer.state_dict
+        del of.state_dict
 
 
 def _out_of_memory(*_, **__):
@@ -335,7 +334,7 @@ def unwritten(folder):
             results[f"{what} {stage}"] = from_all(refusal(partial(engine.save_checkpoint, own, tag="broken")))
             latest = Path(place, "latest")
             results[f"{what} {stage}, then"] = from_all(latest.is_file() and latest.read_text())
-        with _no_state(engine, raises=dist.get_rank() == UNWRITTEN[stage][0]):
+        with _no_state(engine.__wrapped__.optimizer, raises=dist.get_rank() == UNWRITTEN[stage][0]):
             results[f"state {stage}"] = from_all(refusal(partial(engine.save_checkpoint, path, tag="stateless")))
         results[f"state {stage}, then"] = from_all(Path(path, "latest").read_text())
         results[f"empty {stage}"] = from_all(refusal(partial(engine.save_checkpoint, path, tag="")))
@@ -344,7 +343,12 @@ def unwritten(folder):
         trains = _trains(engine)
         engine.save_checkpoint(path, tag="later")
         results[f"then {stage}"] = from_all([trains, Path(path, "latest").read_text()])
-        with _no_state(engine, raises=dist.get_rank() == UNWRITTEN[stage][0]):
+        with _no_state(engine.module):
+            results[f"kept {stage}"] = from_all(refusal(partial(engine.save_checkpoint, path, tag="later")))
+        names = from_all(sorted(file.name for file in Path(path, "later").iterdir()))
+        loaded = refusal(partial(engine.load_checkpoint, path, tag="later"))
+        results[f"kept {stage}, then"] = [[*names], from_all(loaded)]
+        with _no_state(engine.__wrapped__.optimizer, raises=dist.get_rank() == UNWRITTEN[stage][0]):
             over = refusal(partial(engine.save_checkpoint, path, tag="later"))
         left = sorted(file.name for file in Path(path, "later").glob("*_optim_states.pt"))
         results[f"over {stage}"] = from_all([over, left])
@@ -357,6 +361,16 @@ def test_a_save_that_fails_leaves_no_states_of_an_earlier_one_beside_its_own(two
     for said, left in two_ranks.of(unwritten)[f"over {stage}"]:
         assert said.startswith("CheckpointError: save_checkpoint(")
         assert left == ["zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_save_that_has_written_nothing_leaves_the_earlier_one_of_its_tag(two_ranks, stage):
+    result = two_ranks.of(unwritten)
+    for said in result[f"kept {stage}"]:
+        assert said.startswith("CheckpointError: save_checkpoint(")
+    names, loaded = result[f"kept {stage}, then"]
+    assert loaded == ["nothing was raised"] * 2
+    assert not [name for name in names[0] + names[1] if name.endswith(".earlier")]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -34,6 +34,8 @@ def removed_from(folder, names):
         ("expp_rank_2_mp_rank_00_optim_states.pt", False),
         ("my_zero_pp_rank_2_mp_rank_00_model_states.pt", False),
         ("zero_pp_rank_2_mp_rank_00_model_states.pt.bak", False),
+        ("zero_pp_rank_2_mp_rank_00_optim_states.pt.earlier", True),  # put aside by a save that was killed
+        ("my.earlier", False),
     ],
 )
 def test_a_file_of_a_rank_that_has_not_saved_is_removed(tmp_path, name, removed):

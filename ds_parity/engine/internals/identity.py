@@ -34,7 +34,7 @@ class Files:
 
 
 @contextmanager
-def marked(engine: Any, identity: str) -> Iterator[set[str]]:
+def marked(engine: Any, identity: str, begins: Callable[[], None]) -> Iterator[set[str]]:
     """Return a context in which the files that DeepSpeed writes have the identity of their save, and their own names.
 
     A save that is killed leaves files of an earlier save of the same tag, and a folder that was copied may have some of
@@ -46,6 +46,7 @@ def marked(engine: Any, identity: str) -> Iterator[set[str]]:
     Args:
         engine: a bare DeepSpeed engine, of a pipeline or not.
         identity: of the save, the same on every rank.
+        begins: is called before each file that this rank writes.
 
     Returns:
         The context, and the names of the files that this rank writes inside.
@@ -59,6 +60,7 @@ def marked(engine: Any, identity: str) -> Iterator[set[str]]:
         def saved(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
             name = Path(path).name
             names.add(name)
+            begins()
             return save(_with_mark(state_dict, name, identity) if marks else state_dict, path, *args, **kwargs)
 
         return saved

@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 from ds_parity.engine.internals.surface import Engine
 
 _FILE: Final = re.compile(r"(?:((?:bf16_)?zero_pp|expp)_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
+_ASIDE: Final = ".earlier"  # neither a load nor a conversion looks for names that end so
 _OF_EXPERTS: Final = "expp"  # optimizer's files of ranks that have experts, on ZeRO 0
 _Kind = tuple[str | None, str, str]
 """How names begin (None: the file is no rank's), the part of the model, and what the file has."""
@@ -58,9 +59,10 @@ def remove_left_over(folder: Path, written: Mapping[str, int]) -> list[str]:
         OSError: one can't be removed; all others are.
     """
     save = _Written(written)
-    there = {file: match for file in sorted(folder.iterdir()) if (match := _FILE.fullmatch(file.name))}
+    files = sorted(folder.iterdir())
+    there = {file: match for file in files if (match := _FILE.fullmatch(file.name))}
     strays = {file for file, match in there.items() if save.are_of_another_stage(_kind(match))}
-    before, errors = _SAVED.get(folder.resolve(), {}), []
+    before, errors = _SAVED.get(folder.resolve(), {}), list[OSError]()
     began = _began_by_the_clock_of(folder) if strays else 0.0
     others = {file for file in strays if not _may_go(file, before, began)}
     of_others = {there[file][3] for file in others}
@@ -70,18 +72,25 @@ def remove_left_over(folder: Path, written: Mapping[str, int]) -> list[str]:
         if match[3] in of_others and not _may_go(file, before, began):
             others.add(file)
             continue
-        try:
-            file.unlink(missing_ok=True)  # other ranks do the same
-        except OSError as error:
-            errors.append(error)
+        _remove(file, errors)
+    for file in files:
+        if file.suffix == _ASIDE and _FILE.fullmatch(file.stem):
+            _remove(file, errors)  # of a rank that this save has not
     _SAVED[folder.resolve()] = written
     if errors:
         raise errors[0]
     return sorted(file.name for file in others)
 
 
-def withdraw(engine: Engine, saving: tuple[str, str]) -> None:
-    """Remove this rank's file of the optimizer's states, left by an earlier save under a tag, before it writes one.
+def _remove(file: Path, errors: list[OSError]) -> None:
+    try:
+        file.unlink(missing_ok=True)  # other ranks do the same
+    except OSError as error:
+        errors.append(error)
+
+
+class Withdrawn:
+    """This rank's file of the optimizer's states of an earlier save under a tag, put aside before any rank writes one.
 
     Once all ranks have done so, a run that is killed in its save leaves no states of the one save beside states of the
     other. A load tells them apart by the identity of each file, which DeepSpeed's conversion leaves out: it takes parts
@@ -91,9 +100,30 @@ def withdraw(engine: Engine, saving: tuple[str, str]) -> None:
         engine: a bare DeepSpeed engine, of a pipeline or not.
         saving: the folder of all checkpoints, and the tag.
     """
-    if getattr(engine.optimizer, "dp_process_group", None) is not None:
-        with suppress(OSError):  # then the save comes to the same, and says so
-            Path(engine._get_zero_ckpt_name(*saving)).unlink(missing_ok=True)
+
+    def __init__(self, engine: Engine, saving: tuple[str, str]) -> None:
+        self._file: Path | None = None
+        if getattr(engine.optimizer, "dp_process_group", None) is not None:
+            self._file = Path(engine._get_zero_ckpt_name(*saving))
+            with suppress(OSError):  # the save comes to the same, and says so
+                if self._file.is_file():
+                    self._file.replace(_aside(self._file))
+
+    def remove(self) -> None:
+        """Remove it: this rank writes, or another one has, so that it belongs to nothing."""
+        if self._file is not None:
+            with suppress(OSError):
+                _aside(self._file).unlink(missing_ok=True)
+
+    def put_back(self) -> None:
+        """Put it back where it was: no rank has written a file."""
+        if self._file is not None:
+            with suppress(OSError):
+                _aside(self._file).replace(self._file)
+
+
+def _aside(file: Path) -> Path:
+    return file.with_name(f"{file.name}{_ASIDE}")
 
 
 class _Written:
