@@ -128,6 +128,31 @@ def _fills(src, dst):
             one.fill_(0.5)
 
 
+def _doubles(src, dst):
+    dst.load_state_dict({name: 2 * value for name, value in src.items()})
+
+
+@at_length_on_two_ranks
+def made_by_a_function(folder):
+    """By stage: weights before the save, and behind a load by a function that doubles them."""
+    results = {}
+    for stage in STAGES[:3]:
+        engine = _engine(stage, "zabc", "z", "abc", 0)
+        _step(engine)
+        engine.save_checkpoint(f"{folder}/{stage}")
+        saved = _weights(engine)
+        engine = _engine(stage, "zabc", "z", "abc", 1)
+        engine.load_checkpoint(f"{folder}/{stage}", custom_load_fn=_doubles, load_optimizer_states=False)
+        results[str(stage)] = [saved, _weights(engine)]
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_what_a_function_makes_of_a_frozen_weight_stays(two_ranks_at_length, stage):
+    saved, loaded = two_ranks_at_length.of(made_by_a_function)[str(stage)]
+    assert loaded == {name: [2 * one for one in value] for name, value in saved.items()}
+
+
 # By what is frozen: layers behind the load, and whether the checkpoint leaves out what was frozen.
 ABSENT = {"the same": ("zab", False), "a new one": ("znab", False), "none": ("zab", True)}
 

@@ -136,6 +136,7 @@ BESIDE = {
     "fp16_growing_scale": FP16_ZERO0,
     "fp16_zero0_unscaled_loss": FP16_ZERO0,
     "clip_norm_lost": {"gradient_clipping": 1.0},
+    "clipped_in_default_dtype": {"gradient_clipping": 1.0},
     "expert_norm_zero0": {"gradient_clipping": 1.0},
     "expert_norm_unfused": {"gradient_clipping": 1.0},
     "sparse_gradient_not_clipped": {"gradient_clipping": 1.0},

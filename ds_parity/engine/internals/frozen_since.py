@@ -25,7 +25,8 @@ def without_copies(engine: Engine, *, strict: bool, custom: bool) -> Iterator[No
     the model's state has had it already, or has nothing of it, which load_module_strict=False allows, or has it under
     the name without torch's checkpoint_wrapper (load_module_state_dict of runtime/engine.py, 0.19.8, which ends in a
     KeyError). So it does for experts, which each rank has loaded: copies are the first rank's alone, and would replace
-    those of all (tools/deepspeed_faults/frozen_experts.py).
+    those of all (tools/deepspeed_faults/frozen_experts.py). A copy would replace what a function has made, too
+    (tools/deepspeed_faults/frozen_by_function.py).
 
     Args:
         engine: a bare DeepSpeed engine, of no pipeline.
@@ -46,7 +47,8 @@ def without_copies(engine: Engine, *, strict: bool, custom: bool) -> Iterator[No
             spared: list[Parameter] = [
                 one
                 for name, one in own.items()
-                if not one.requires_grad and one.is_floating_point() and (name not in there or is_moe_param(one))
+                if not one.requires_grad and one.is_floating_point()
+                if by_function or name not in there or is_moe_param(one)
                 if _needs_none(one, name_of_state(name), values, absent=absent)
             ]
             with set_to(True, spared):

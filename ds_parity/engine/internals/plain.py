@@ -22,6 +22,21 @@ from ds_parity.engine.internals.surface import Parameter
 _LOG = logging.getLogger("ds_parity")
 
 
+@contextmanager
+def _no_half_by_default() -> Iterator[None]:
+    """Return a context in which torch's default dtype has no fewer digits than fp32.
+
+    DeepSpeed clips by a coefficient of the default dtype, whatever dtype the gradients have (runtime/utils.py,
+    clip_grad_norm_, 0.19.8; tools/deepspeed_faults/clipped_in_default_dtype.py).
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(default, torch.float32))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
 class Plain(Adapter):
     """Gradients lie in `param.grad`."""
 
@@ -46,7 +61,8 @@ class Plain(Adapter):
             if self.experts_apart and number_of_parts(engine) == 1:
                 norm = self._clip_with_experts(clipped, parameters)
             else:
-                norm = clip_grad_norm_(parameters=parameters, max_norm=engine.gradient_clipping(), mpu=engine.mpu)
+                with _no_half_by_default():
+                    norm = clip_grad_norm_(parameters=parameters, max_norm=engine.gradient_clipping(), mpu=engine.mpu)
             engine._global_grad_norm = norm
             self._skip_unless_finite(norm)
 

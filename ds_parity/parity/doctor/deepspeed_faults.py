@@ -201,6 +201,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         before=("0.19.0", "use DeepSpeed 0.19.0 or newer with ZeRO 1, which steps alike"),
     ),
     DeepSpeedFault(
+        "clipped_in_default_dtype",
+        "gradients are clipped by a coefficient that is rounded to torch's default dtype",
+        "leave torch.set_default_dtype() alone, or build the model under it and set fp32 for the loop",
+        lambda c: c.fp32 and not c.autocast_fp16 and c.stage == 0 and c.clips,
+        "torch's default dtype is bf16 or fp16",
+    ),
+    DeepSpeedFault(
         "forward_past_the_engine",
         "the last pass replaces the others, earlier passes count twice, or losses are not divided by the passes",
         "call engine(...) once before every backward",
@@ -469,6 +476,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "train on ZeRO 1, or freeze nothing of an expert",
         lambda c: c.stage == 2,
         "the model has DeepSpeed's MoE layer with ep_size above 1, and weights of its experts are frozen",
+    ),
+    DeepSpeedFault(
+        "frozen_by_function",
+        "what a custom_load_fn makes of a frozen weight is replaced by what was saved",
+        "write such weights behind load_checkpoint()",
+        lambda c: c.stage == 2,
+        "weights are frozen, and load_checkpoint() is given a custom_load_fn",
     ),
     DeepSpeedFault(
         "autotp_loses_adapters",
