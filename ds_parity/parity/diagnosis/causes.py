@@ -23,7 +23,8 @@ REMEDIES = {
     "partial-window-leak": "settle the last window at the end of the data (engine.finish())",
     "indivisible-batch": "don't drop the tail: let the last window be short (ds_parity.last_window: step)",
     "sequences-as-prompts": "count prompts where the target is one of prompts (ds_parity.count: prompt)",
-    "sp-double-count": "count a micro-batch once for all ranks that share it (pass the sequence-parallel mpu)",
+    "sp-double-count": "count each rollout once, and a micro-batch once for all ranks that share it (pass the "
+    "sequence-parallel mpu)",
     "silent-truncation": "keep every rollout; pack them with ds_parity.plan in place of dropping what doesn't divide",
     "resume-resets-window": "save the window's surplus with the checkpoint (client_state['ds_parity'])",
     "resume-resets-schedule": "load the scheduler's state with the checkpoint (load_lr_scheduler_states=True)",

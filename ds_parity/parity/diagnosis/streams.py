@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from ds_parity.parity.diagnosis.causes import Cause
-from ds_parity.parity.diagnosis.cut import Cut
+from ds_parity.parity.diagnosis.cut import Cut, common
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.parity.diagnosis.view import View
 from ds_parity.trace import Trace
@@ -21,6 +21,7 @@ Sides: TypeAlias = list[list[tuple[int, int]]]
 _EXACT = 3
 # Ends at which both sides have consumed as many tokens, where rollouts do not all have as many: each is one of dozens.
 _WITH_TOKENS = 2
+_SEVERAL_TIMES = 2
 # Standard deviations of a rank sum: windows of one target lie as far apart in one of twenty records.
 _APART = 1.96
 
@@ -41,6 +42,34 @@ def other_data(view: View, cut: Cut) -> Cause | None:
         return None
     said = f"windows of other data may end there by chance: the sizes of the windows are alike ({cut.b[:4]} and "
     return Cause("data-or-seed", Fit.SEQUENCE, f"{said}{cut.a[:4]} rollouts)")
+
+
+def counted_often(view: View, cut: Cut) -> Cause | None:
+    """Return the cause that the candidate counts each rollout several times, in what it records, too.
+
+    After as many tokens, of one stream, it has counted a multiple of the reference's rollouts, and its windows end
+    with the pass in which that comes to the reference's target. Rollouts that are counted for prompts are no such.
+    """
+    reference, candidate = (_consumed(trace) for trace in (view.reference, view.candidate))
+    of_tokens = {tokens: rollouts for rollouts, tokens in reference if tokens and rollouts}
+    both = [(it, of_tokens[tokens]) for it, tokens in candidate if tokens in of_tokens]
+    ratios = {mine / its for mine, its in both}
+    if view.step(0) > 1 or len(both) < _WITH_TOKENS or len(ratios) != 1 or not _SEVERAL_TIMES <= min(ratios):
+        return None
+    times = ratios.pop()
+    of_a_prompt = {one.rollouts / one.prompts for one in view.reference.steps if one.prompts and one.rollouts}
+    # Ends of the one side are none of the other's here.
+    alone = [
+        Cut(held, held, passes, passes, (fewest, fewest))
+        for held, passes, fewest in zip((cut.a, cut.b), (cut.of_reference, cut.passes), cut.fewest, strict=True)
+    ]
+    alike = any(common(*(one.targets(0, carried=carried) for one in alone)) for carried in (True, False))
+    if not times.is_integer() or times in of_a_prompt or not alike:
+        return None
+    said = (
+        f"after as many tokens the candidate has counted {times:.0f} times the reference's rollouts ({both[0][0]} for "
+    )
+    return Cause("sp-double-count", Fit.SEQUENCE, f"{said}{both[0][1]}), and its windows end at the same target")
 
 
 def _contradicted(view: View, sides: Sides) -> bool:

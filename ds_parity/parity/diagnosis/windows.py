@@ -30,6 +30,10 @@ def causes(view: View) -> Iterator[Cause]:
     cut = Cut(_rollouts(view.reference), _rollouts(view.candidate), passes, of_reference, fewest)
     if not (cut.a and cut.b and cut.a[0] and cut.b[0] and _mean(cut.a) and _mean(cut.b)):
         return
+    often = streams.counted_often(view, cut)
+    if often:  # all rules below take a rollout of one side for one of the other
+        yield often
+        return
     found = [*_end(view, cut), *_start(view, cut), *_whole(cut), *_length(view, cut), *_counter(cut)]
     if cut.apart:
         found += targets.causes(view, cut)
