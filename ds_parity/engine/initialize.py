@@ -309,7 +309,12 @@ def _refuse_by_release(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_stage_without_optimizer(extended: Mapping[str, Any]) -> None:
-    stage = Wanted(extended).stage
+    stage, section = Wanted(extended).stage, extended.get("optimizer")
+    if isinstance(section, Mapping) and section.get("params"):
+        raise ConfigError(
+            f"optimizer = {dict(section)} has no type: DeepSpeed would take it for none, and train nothing; add a type "
+            "such as AdamW, or remove the section of a model that is only run forward (a reference model)"
+        )
     if stage in (1, 2):
         raise ConfigError(
             f"zero_optimization.stage = {stage} without an optimizer: DeepSpeed shards it there, and takes no "

@@ -205,6 +205,7 @@ REFUSED = [
         'data_types.grad_accum_dtype = "float32"',
         "stage to 1",
     ),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": -1e-3}}}, "optimizer.params.lr", "give a rate of 0 or more"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow", "remove it"),
     ({"compile": {"deepcompile": True}}, "compile.deepcompile = true", "set it to false"),
     ({"elasticity": {"enabled": True}}, "elasticity.enabled = true", "remove the section"),

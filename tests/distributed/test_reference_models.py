@@ -49,6 +49,8 @@ def references(folder):
                     refusal(lambda: deepspeed.initialize(model=perceptron(), config=without_optimizer(stage)))  # noqa: B023
                 )
             continue
+        untyped = {**without_optimizer(stage), "optimizer": {"params": {"lr": 0.1}}}
+        results[f"{stage} untyped"] = from_all(refusal(lambda: reference(untyped)))  # noqa: B023
         actor = build(config(stage, passes=4, lookahead=2, trace=f"{folder}/{stage}.jsonl"))
         for how in HOW:
             text, stop_listening = listen()
@@ -89,6 +91,11 @@ class TestAReferenceModelWithTheActorsConfiguration:
         assert first["said"].count("the engine over a Sequential has no optimizer") == 1
         assert "to train it, give it an optimizer" in first["said"]
         assert not second["said"]
+
+    @pytest.mark.parametrize("stage", [0, 3])
+    def test_with_an_optimizer_that_has_no_type_is_refused(self, two_ranks, stage):
+        for told in two_ranks.of(references)[f"{stage} untyped"]:
+            assert told.startswith("ConfigError: optimizer = {'params': {'lr': 0.1}} has no type")
 
     @pytest.mark.parametrize("stage", [0, 3])
     def test_leaves_the_actor_alone(self, two_ranks, stage):
