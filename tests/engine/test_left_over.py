@@ -4,11 +4,12 @@ import errno
 import os
 import tempfile
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from ds_parity.engine.internals.left_over import changed_at, remove_left_over
+from ds_parity.engine.internals.left_over import Withdrawn, changed_at, remove_left_over
 
 WRITTEN = [
     *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)),
@@ -34,8 +35,8 @@ def removed_from(folder, names):
         ("expp_rank_2_mp_rank_00_optim_states.pt", False),
         ("my_zero_pp_rank_2_mp_rank_00_model_states.pt", False),
         ("zero_pp_rank_2_mp_rank_00_model_states.pt.bak", False),
-        ("zero_pp_rank_2_mp_rank_00_optim_states.pt.earlier", True),  # put aside by a save that was killed
-        ("my.earlier", False),
+        (".zero_pp_rank_2_mp_rank_00_optim_states.pt.earlier", True),  # put aside by a save that was killed
+        (".my.earlier", False),
     ],
 )
 def test_a_file_of_a_rank_that_has_not_saved_is_removed(tmp_path, name, removed):
@@ -187,3 +188,21 @@ def test_the_age_of_files_goes_by_the_clock_of_their_file_system(tmp_path, monke
     os.utime(tmp_path / old, (began - 10,) * 2)
     assert removed_from(tmp_path, WHOLE) == [fresh]
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*WHOLE, fresh])
+
+
+@pytest.mark.parametrize("ends", ["put_back", "remove"])
+def test_what_a_killed_save_has_put_aside_is_not_put_back_by_the_next_one(tmp_path, ends):
+    """Another rank had written its file by then."""
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    engine = SimpleNamespace(
+        optimizer=SimpleNamespace(dp_process_group=1), _get_zero_ckpt_name=lambda folder, tag: f"{folder}/{tag}/{name}"
+    )
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).write_text("earlier")
+    Withdrawn(engine, (str(tmp_path), "a"))
+    assert not (tmp_path / "a" / name).exists()
+    getattr(Withdrawn(engine, (str(tmp_path), "a")), ends)()
+    assert not (tmp_path / "a" / name).exists()
+    left = [file.name for file in (tmp_path / "a").iterdir()]
+    assert not [one for one in left if one.startswith("zero_pp") or one.endswith("optim_states.pt")]
+    assert (left == []) == (ends == "remove")

@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 from ds_parity.engine.internals.surface import Engine
 
 _FILE: Final = re.compile(r"(?:((?:bf16_)?zero_pp|expp)_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
-_ASIDE: Final = ".earlier"  # neither a load nor a conversion looks for names that end so
+_ASIDE: Final = ".earlier"  # behind a dot: a conversion looks for names that begin as it does, and others that end so
 _OF_EXPERTS: Final = "expp"  # optimizer's files of ranks that have experts, on ZeRO 0
 _Kind = tuple[str | None, str, str]
 """How names begin (None: the file is no rank's), the part of the model, and what the file has."""
@@ -74,7 +74,7 @@ def remove_left_over(folder: Path, written: Mapping[str, int]) -> list[str]:
             continue
         _remove(file, errors)
     for file in files:
-        if file.suffix == _ASIDE and _FILE.fullmatch(file.stem):
+        if file.suffix == _ASIDE and file.stem[0] == "." and _FILE.fullmatch(file.stem[1:]):
             _remove(file, errors)  # of a rank that this save has not
     _SAVED[folder.resolve()] = written
     if errors:
@@ -103,11 +103,13 @@ class Withdrawn:
 
     def __init__(self, engine: Engine, saving: tuple[str, str]) -> None:
         self._file: Path | None = None
+        self._was_there = False  # what a killed save has put aside may be of another save than the others' files
         if getattr(engine.optimizer, "dp_process_group", None) is not None:
             self._file = Path(engine._get_zero_ckpt_name(*saving))
             with suppress(OSError):  # the save comes to the same, and says so
                 if self._file.is_file():
                     self._file.replace(_aside(self._file))
+                    self._was_there = True
 
     def remove(self) -> None:
         """Remove it: this rank writes, or another one has, so that it belongs to nothing."""
@@ -117,13 +119,13 @@ class Withdrawn:
 
     def put_back(self) -> None:
         """Put it back where it was: no rank has written a file."""
-        if self._file is not None:
+        if self._file is not None and self._was_there:
             with suppress(OSError):
                 _aside(self._file).replace(self._file)
 
 
 def _aside(file: Path) -> Path:
-    return file.with_name(f"{file.name}{_ASIDE}")
+    return file.with_name(f".{file.name}{_ASIDE}")
 
 
 class _Written:
