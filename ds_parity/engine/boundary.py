@@ -109,7 +109,8 @@ class Boundary:
         scheduler = self.scheduler()
         # Those that move by rollouts tell of their loads.
         left = True if self._loop_loaded else self._standing.has_left(scheduler)
-        await_a_loop(self._engine, scheduler, left, state, rates)
+        known = not self._loop_loaded and self._standing.tells_its_rates(scheduler)
+        await_a_loop(self._engine, scheduler, left, state, rates, tells_its_rates=known)
 
     def has_loaded(self) -> None:
         """Say that a checkpoint was loaded: what a loop does from now on is its own."""

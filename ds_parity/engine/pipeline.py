@@ -266,8 +266,7 @@ class PipelinedEngine(wrapt.ObjectProxy[Any]):
                 self._self_half_loaded,
             )
             self._self_half_loaded = str(load_dir) if there else half_loaded
-            left = self._self_standing.has_left(self.lr_scheduler)
-            path, client_state = load(self.__wrapped__, load_dir, tag, options, behind, left)
+            path, client_state = load(self.__wrapped__, load_dir, tag, options, behind, self._self_standing)
         whole = path is not None and is_whole(self.__wrapped__, options)
         self._self_half_loaded = None if whole else half_loaded
         if path is not None:

@@ -25,6 +25,7 @@ from ds_parity.engine.internals.empty_partitions import empty_partitions
 from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.rates_behind_loads import (
+    Standing,
     await_a_loop,
     follow_a_loop,
     follow_the_schedule,
@@ -223,7 +224,7 @@ def _apart(stage: int, settings: list[dict[str, str]], first: list[dict[str, str
 
 
 def load(
-    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather, left: bool | None
+    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], behind: Gather, standing: Standing
 ) -> tuple[Any, Any]:
     """Load a checkpoint; return what DeepSpeed returns.
 
@@ -233,7 +234,7 @@ def load(
         tag: likewise.
         options: all other arguments of DeepSpeed's `load_checkpoint`, by their names.
         behind: gathers a value of every rank that has loaded.
-        left: as in `await_a_loop`.
+        standing: of its scheduler.
 
     Raises:
         CheckpointError: on every rank, where one can't go on from it: DeepSpeed refused the checkpoint, or its states
@@ -241,7 +242,7 @@ def load(
         RankDesyncError: not every rank has loaded, or not all of them the same.
     """
     with identities(engine) as files:
-        path, state, error = _loaded(engine, load_dir, tag, options, left)
+        path, state, error = _loaded(engine, load_dir, tag, options, standing)
     ours = loading.loaded(engine, (state or {}).get(KEY, {}), files)
     # Each stage has parameters and files of its own, so what doesn't fit one may fit another.
     try:
@@ -261,7 +262,7 @@ def load(
 
 
 def _loaded(
-    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], left: bool | None
+    engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], standing: Standing
 ) -> tuple[Any, Any, Exception | None]:
     """Return what DeepSpeed returns, and the error where this stage can't go on from it, so that others are told."""
     try:
@@ -290,7 +291,9 @@ def _loaded(
                 warn_of_another_schedule(engine, ours.get(SCHEDULER))
             else:
                 saved = ours.get(SCHEDULER_STATE) or state_in_checkpoint(state or {})
-                await_a_loop(engine, engine.lr_scheduler, left, saved, there)
+                own = engine.lr_scheduler
+                known = standing.tells_its_rates(own)
+                await_a_loop(engine, own, standing.has_left(own), saved, there, tells_its_rates=known)
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

@@ -249,7 +249,7 @@ def state_of(engine):
     return copy.deepcopy(engine.lr_scheduler.state_dict())
 
 
-def without_the_scheduler(engine, saved, *parts, taken=False, left=False):
+def without_the_scheduler(engine, saved, *parts, taken=False, left=False, tells_its_rates=False):
     """Load these parts, and let a loop do the rest; what it knows of the scheduler."""
     before, own = moved_by_the_schedule(engine, whatever_moves=True), engine.lr_scheduler
     if taken:
@@ -258,7 +258,8 @@ def without_the_scheduler(engine, saved, *parts, taken=False, left=False):
         engine.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
     rates = moved_by_the_schedule(saved)
     follow_the_schedule(engine, before, rates, scheduler=False, optimizer="optimizer" in parts)
-    await_a_loop(engine, own, left, state_of_schedule(saved.lr_scheduler), rates)
+    state = state_of_schedule(saved.lr_scheduler)
+    await_a_loop(engine, own, left, state, rates, tells_its_rates=tells_its_rates)
     return own
 
 
@@ -326,6 +327,24 @@ def test_so_does_one_that_loads_the_scheduler_before_it_builds_the_engine(made):
     standing.loaded(engine.lr_scheduler)
     assert standing.has_left(engine.lr_scheduler) is False
     assert stepped(engine, 4) == stepped(saved, 4)
+
+
+def test_one_that_was_stepped_before_its_engine_was_built_has_its_own_rates():
+    """DeepSpeed's schedulers save a position alone, which does not tell whether it was loaded."""
+    saved, engine = engine_of(warm_up), engine_of(lookahead)
+    stepped(saved, 3)
+    stepped(engine, 3)
+    due = state_of(engine)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    standing = Standing(engine.lr_scheduler)
+    assert state_of(saved) == due
+    assert standing.tells_its_rates(engine.lr_scheduler)
+    left = standing.has_left(engine.lr_scheduler)
+    without_the_scheduler(engine, saved, "optimizer", left=left, tells_its_rates=True)
+    follow_a_loop(engine)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == rates
+    standing.stepped(engine.lr_scheduler)
+    assert not standing.tells_its_rates(engine.lr_scheduler)
 
 
 @pytest.mark.parametrize("made", [halved, warm_up, one_cycle(0.3), lambda it: lr_scheduler.LambdaLR(it, lambda _: 1.0)])

@@ -221,23 +221,27 @@ class Standing:
         self._state: Any = None
         self._place: Any = None
         self.loaded(scheduler)
-        self._began_behind_its_start = _is_behind_its_start(scheduler)
+        self._began_further = _is_behind_its_start(scheduler)
 
     def loaded(self, scheduler: Any) -> None:
         """Say that it stands where a load of a checkpoint has left it."""
-        self._state, self._place, self._began_behind_its_start = state_of_schedule(scheduler), None, False
+        self._state, self._place, self._began_further = state_of_schedule(scheduler), None, False
 
     def stepped(self, scheduler: Any) -> None:
         """Say that it stands where a step has left it; a state is not asked for in each step."""
-        self._state, self._place, self._began_behind_its_start = None, _place_of(scheduler), False
+        self._state, self._place, self._began_further = None, _place_of(scheduler), False
 
     def has_left(self, scheduler: Any) -> bool | None:
         """Return whether it stands elsewhere by now, as one does that a loop has loaded; None where nothing tells."""
-        if self._began_behind_its_start:  # a loop has loaded it before it built the engine
+        if self._began_further:  # a loop has loaded it before it built the engine
             return True
         if self._state is not None:
             return bool(state_of_schedule(scheduler) != self._state)
         return None if self._place is None else bool(_place_of(scheduler) != self._place)
+
+    def tells_its_rates(self, scheduler: Any) -> bool:
+        """Return whether they are those of its position, which it may have come to before the build without a load."""
+        return self._began_further and isinstance(behind_proxy(scheduler), BY_ITERATION)
 
 
 def _is_behind_its_start(scheduler: Any) -> bool:
@@ -245,7 +249,10 @@ def _is_behind_its_start(scheduler: Any) -> bool:
     own = behind_proxy(scheduler)
     if isinstance(own, torch.optim.lr_scheduler.ChainedScheduler):  # it has no position of its own
         return any(map(_is_behind_its_start, own._schedulers))
-    position = getattr(own, "last_batch_iteration" if isinstance(own, BY_ITERATION) else "last_epoch", 0)
+    try:
+        position = getattr(own, "last_batch_iteration" if isinstance(own, BY_ITERATION) else "last_epoch", 0)
+    except Exception:  # one's own name for something else
+        return False
     return isinstance(position, int | float) and position > 0
 
 
@@ -263,7 +270,13 @@ def _place_of(scheduler: Any) -> tuple[float, ...] | None:
 
 
 def await_a_loop(
-    engine: Engine, scheduler: Any, left: bool | None, state: Any, rates: Sequence[Mapping[str, Any]] | None
+    engine: Engine,
+    scheduler: Any,
+    left: bool | None,
+    state: Any,
+    rates: Sequence[Mapping[str, Any]] | None,
+    *,
+    tells_its_rates: bool = False,
 ) -> None:
     """Remember, behind a load without the scheduler's state, what it was: the loop may load that itself.
 
@@ -274,6 +287,7 @@ def await_a_loop(
             None where nothing tells.
         state: what it was where it was saved; None where the checkpoint does not tell.
         rates: what `moved_by_the_schedule` was there; likewise. They are those of the scheduler then, once loaded.
+        tells_its_rates: so are they also where the checkpoint tells others.
     """
     groups = engine.optimizer.param_groups
     if scheduler is None or state is None or (rates is not None and len(rates) != len(groups)):
@@ -283,7 +297,9 @@ def await_a_loop(
         refers = ref(behind_proxy(scheduler))
     except TypeError:  # of a class that can't be referred to
         return
-    _AWAITING[engine.optimizer] = _Awaiting(refers, None if left else stood, state, values, rates)
+    _AWAITING[engine.optimizer] = _Awaiting(
+        refers, None if left else stood, state, values, None if tells_its_rates else rates
+    )
     if left is None and stood == state and (rates is None or values != [*rates]):
         _LOG.warning(
             "the scheduler %s stands where that of the checkpoint did, and nothing tells whether a loop has loaded it: "
