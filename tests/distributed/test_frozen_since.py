@@ -132,25 +132,57 @@ def _doubles(src, dst):
     dst.load_state_dict({name: 2 * value for name, value in src.items()})
 
 
+def _rolls(src, dst):
+    """Writes past torch's count of writes, and leaves all sums as they were."""
+    dst.load_state_dict(src)
+    for one in dst.parameters():
+        one.data = one.data.roll(1)
+
+
+def _leaves_what_is_frozen(src, dst):
+    own = dict(dst.named_parameters())
+    trained = {name: value for name, value in src.items() if name in own and own[name].requires_grad}
+    dst.load_state_dict(trained, strict=False)
+
+
+FUNCTIONS = {"doubles": _doubles, "rolls": _rolls, "leaves what is frozen": _leaves_what_is_frozen}
+
+
 @at_length_on_two_ranks
 def made_by_a_function(folder):
-    """By stage: weights before the save, and behind a load by a function that doubles them."""
+    """By stage and function: weights before the save, and behind a load by it."""
     results = {}
     for stage in STAGES[:3]:
         engine = _engine(stage, "zabc", "z", "abc", 0)
         _step(engine)
         engine.save_checkpoint(f"{folder}/{stage}")
         saved = _weights(engine)
-        engine = _engine(stage, "zabc", "z", "abc", 1)
-        engine.load_checkpoint(f"{folder}/{stage}", custom_load_fn=_doubles, load_optimizer_states=False)
-        results[str(stage)] = [saved, _weights(engine)]
+        for name, function in FUNCTIONS.items():
+            engine = _engine(stage, "zabc", "z", "abc", 1)
+            own = _weights(engine)
+            engine.load_checkpoint(f"{folder}/{stage}", custom_load_fn=function, load_optimizer_states=False)
+            results[f"{stage} {name}"] = [saved, own, _weights(engine)]
     return results
 
 
 @pytest.mark.parametrize("stage", STAGES[:3])
 def test_what_a_function_makes_of_a_frozen_weight_stays(two_ranks_at_length, stage):
-    saved, loaded = two_ranks_at_length.of(made_by_a_function)[str(stage)]
+    results = two_ranks_at_length.of(made_by_a_function)
+    saved, _, loaded = results[f"{stage} doubles"]
     assert loaded == {name: [2 * one for one in value] for name, value in saved.items()}
+    saved, _, loaded = results[f"{stage} rolls"]
+    assert {name: value[1:] + value[:1] for name, value in loaded.items() if "weight" in name} == {
+        name: value for name, value in saved.items() if "weight" in name
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_what_it_leaves_is_loaded_from_the_copies_of_zero_2(two_ranks_at_length, stage):
+    saved, own, loaded = two_ranks_at_length.of(made_by_a_function)[f"{stage} leaves what is frozen"]
+    kept = {name for name in saved if name.endswith("kept") or (name.startswith("z") and stage != 2)}
+    assert kept
+    assert loaded == {name: (own if name in kept else saved)[name] for name in saved}
+    assert all(own[name] != saved[name] for name in saved)
 
 
 # By what is frozen: layers behind the load, and whether the checkpoint leaves out what was frozen.

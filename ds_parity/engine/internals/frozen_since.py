@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
+import torch
 from deepspeed.moe.utils import is_moe_param
 
 from ds_parity.engine.internals.model_names import in_names_of, name_of_state
@@ -26,7 +27,7 @@ def without_copies(engine: Engine, *, strict: bool, custom: bool) -> Iterator[No
     the name without torch's checkpoint_wrapper (load_module_state_dict of runtime/engine.py, 0.19.8, which ends in a
     KeyError). So it does for experts, which each rank has loaded: copies are the first rank's alone, and would replace
     those of all (tools/deepspeed_faults/frozen_experts.py). A copy would replace what a function has made, too
-    (tools/deepspeed_faults/frozen_by_function.py).
+    (tools/deepspeed_faults/frozen_by_function.py): it is loaded where the function has left a weight as it was.
 
     Args:
         engine: a bare DeepSpeed engine, of no pipeline.
@@ -47,17 +48,40 @@ def without_copies(engine: Engine, *, strict: bool, custom: bool) -> Iterator[No
             spared: list[Parameter] = [
                 one
                 for name, one in own.items()
-                if not one.requires_grad and one.is_floating_point()
-                if by_function or name not in there or is_moe_param(one)
+                if not one.requires_grad and one.is_floating_point() and (name not in there or is_moe_param(one))
                 if _needs_none(one, name_of_state(name), values, absent=absent)
             ]
-            with set_to(True, spared):
+            with ExitStack() as until_loaded:
+                until_loaded.enter_context(set_to(True, spared))
+                function = kwargs.get("custom_load_fn")
+                if by_function and function is not None:
+                    kwargs["custom_load_fn"] = _sparing(function, own.values(), until_loaded)
                 return load({**checkpoint, _FROZEN: {**copies, **there}, _SHAPES: shapes}, *args, **kwargs)
 
         return loaded
 
     with wrapped(engine, "load_module_state_dict", finding):
         yield
+
+
+def _sparing(function: Callable[..., Any], parameters: Iterable[Parameter], until: ExitStack) -> Callable[..., None]:
+    """Return a function behind which no copy is asked for of the frozen weights that it has changed."""
+    frozen = [one for one in parameters if not one.requires_grad and one.is_floating_point()]
+
+    def loading(src: Any, dst: Any) -> None:
+        before = [_seen(one) for one in frozen]
+        function(src=src, dst=dst)
+        changed = [one for one, seen in zip(frozen, before, strict=True) if _seen(one) != seen]
+        until.enter_context(set_to(True, changed))
+
+    return loading
+
+
+def _seen(parameter: Parameter) -> tuple[int, int, str, str]:
+    """Return what tells whether a weight was written, in the memory of a single one."""
+    values = parameter.detach().float()
+    norm = torch.linalg.vector_norm(values)
+    return parameter._version, parameter.data_ptr(), repr(values.sum().item()), repr(norm.item())
 
 
 def _needs_none(parameter: Parameter, name: str, values: Mapping[str, Any], *, absent: bool) -> bool:
