@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,24 +18,28 @@ from ds_parity.engine.internals.base import Adapter
 from ds_parity.engine.internals.experts import groups_of_experts, squares_of
 from ds_parity.engine.internals.fused_adam import EvenCounts
 from ds_parity.engine.internals.model_parts import number_of_parts, parts_of
-from ds_parity.engine.internals.surface import Parameter
+from ds_parity.engine.internals.surface import Engine, Parameter
 
 _LOG = logging.getLogger("ds_parity")
 
 
-@contextmanager
-def _no_half_by_default() -> Iterator[None]:
-    """Return a context in which torch's default dtype has no fewer digits than fp32.
+def _clipped_by_deepspeed(engine: Engine, parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Clip the gradients as DeepSpeed does, and return their norm.
 
-    DeepSpeed clips by a coefficient of the default dtype, whatever dtype the gradients have (runtime/utils.py,
-    clip_grad_norm_, 0.19.8; tools/deepspeed_faults/clipped_in_default_dtype.py).
+    It clips by a coefficient of torch's default dtype, whatever dtype the gradients have (runtime/utils.py,
+    clip_grad_norm_, 0.19.8; tools/deepspeed_faults/clipped_in_default_dtype.py). That dtype is the whole process's, so
+    where it has fewer digits than fp32 it is left as it is, and DeepSpeed is asked for the norm alone.
     """
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.promote_types(default, torch.float32))
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(default)
+    most = engine.gradient_clipping()
+    if torch.promote_types(torch.get_default_dtype(), torch.float32) == torch.get_default_dtype():
+        normed: torch.Tensor = clip_grad_norm_(parameters=parameters, max_norm=most, mpu=engine.mpu)
+        return normed
+    norm: torch.Tensor = clip_grad_norm_(parameters=parameters, max_norm=math.inf, mpu=engine.mpu)
+    coefficient = (most / (norm + 1e-6)).clamp(max=1.0)
+    for one in parameters:
+        if one.grad is not None:
+            one.grad.data.mul_(coefficient)
+    return norm
 
 
 class Plain(Adapter):
@@ -61,8 +66,7 @@ class Plain(Adapter):
             if self.experts_apart and number_of_parts(engine) == 1:
                 norm = self._clip_with_experts(clipped, parameters)
             else:
-                with _no_half_by_default():
-                    norm = clip_grad_norm_(parameters=parameters, max_norm=engine.gradient_clipping(), mpu=engine.mpu)
+                norm = _clipped_by_deepspeed(engine, parameters)
             engine._global_grad_norm = norm
             self._skip_unless_finite(norm)
 

@@ -190,7 +190,7 @@ def _exact(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     places, signs = (number * 7 + count) % inputs, x.sign()
     sums = held.sign() * (1 + (held.abs() > 1))
     sums[0] = 2 * signs[0, 0, places[0]]
-    alone = held.sign() * (1 + number * 37 % 128 / 128) * (count == 0)
+    alone = held.sign() * (1 + (number * 37 % 128).float() / 128) * (count == 0)
     odd = number % 2 == 1
     weight = torch.zeros(shape, dtype=torch.float32, device="cpu").scatter_(1, places, torch.where(odd, alone, sums))
     return weight, signs, torch.where(odd[:, 0], 0.0, (bias * _FEW).round().clamp(-99, 99))
