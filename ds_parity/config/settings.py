@@ -99,7 +99,9 @@ class Settings(BaseModel):
     lr_progress: Literal["optimizer_step", "rollout"] = Field(
         default="optimizer_step",
         description="What moves the learning-rate scheduler: each optimizer step moves it by one step, or it stands "
-        "at rollouts consumed / target, with `count` `prompt` at prompts / target. A skipped step counts none.",
+        "at rollouts consumed / target, with `count` `prompt` at prompts / target: exactly there if its rates are a "
+        "function of its step (all of DeepSpeed's, LambdaLR), at the last whole step if not. A skipped step counts "
+        "none.",
     )
     last_window: Literal["step", "drop", "error"] = Field(
         default="step",

@@ -145,8 +145,9 @@ class HostSum:
                 "allows. The weights are as they were. Freeze the same on every rank. Use every parameter "
                 "in every pass on every rank, in the same order: run all branches one after the other, and multiply by "
                 "0 what a branch gives that is not wanted (on stage 3, a layer of experts can be a leaf module: "
-                "zero_optimization.leaf_module), or use ZeRO stage 0. On stage 3 go on with a new engine and a "
-                "checkpoint: DeepSpeed remembers there which modules ran"
+                "zero_optimization.leaf_module), or use ZeRO stage 0. A recurrent layer over packed sequences has its "
+                "gradients in another order where all have one length: use stage 0 or 1. On stage 3 go on with a new "
+                "engine and a checkpoint: DeepSpeed remembers there which modules ran"
             )
         elif RUNS_WHOLE in kinds and len(kinds) > 1:
             rule = "Every rank must give passes() the same lookahead, and take its micro-batches from passes()"

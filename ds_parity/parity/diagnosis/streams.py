@@ -54,7 +54,7 @@ def counted_often(view: View, cut: Cut) -> Cause | None:
     of_tokens = {tokens: rollouts for rollouts, tokens in reference if tokens and rollouts}
     both = [(it, of_tokens[tokens]) for it, tokens in candidate if tokens in of_tokens]
     ratios = {mine / its for mine, its in both}
-    if view.step(0) > 1 or len(both) < _WITH_TOKENS or len(ratios) != 1 or not _SEVERAL_TIMES <= min(ratios):
+    if view.step(0) > 1 or len(both) < _WITH_TOKENS or len(ratios) != 1 or min(ratios) < _SEVERAL_TIMES:
         return None
     times = ratios.pop()
     of_a_prompt = {one.rollouts / one.prompts for one in view.reference.steps if one.prompts and one.rollouts}
