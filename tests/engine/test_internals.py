@@ -109,6 +109,10 @@ OTHERS = {
         "partition",
         "state_dict",
         "stem",
+        *("suffix", "with_name"),
+        *("arange", "round", "scatter_", "sign"),
+        *("ChainedScheduler", "_schedulers"),
+        "item",
     ),
     # Of a pipeline's module: guards name the last two.
     *("ckpt_layer_path", "ckpt_layer_path_list", "get_tied_weights_and_groups"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ds_parity.engine import kept_states, pipeline_checkpoints
+from ds_parity.engine.internals.rates_behind_loads import Standing
 from ds_parity.errors import CheckpointError
 
 WORLD = 2
@@ -60,7 +61,7 @@ def test_a_pipeline_that_finds_no_checkpoint_says_nothing_of_turns(monkeypatch):
     # What is remembered of a load refers to the optimizer.
     engine.optimizer, engine.lr_scheduler = torch.optim.SGD([torch.zeros(1)], lr=0.1), None
     options = {"load_optimizer_states": True, "load_module_only": False, "load_module_strict": True}
-    assert pipeline_checkpoints._loaded(engine, "folder", "tag", options, left=False) == (None, None, None)
+    assert pipeline_checkpoints._loaded(engine, "folder", "tag", options, Standing(None)) == (None, None, None)
 
 
 @pytest.mark.parametrize(
