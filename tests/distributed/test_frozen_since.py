@@ -134,9 +134,8 @@ def _doubles(src, dst):
 
 def _rolls(src, dst):
     """Writes past torch's count of writes, and leaves all sums as they were."""
-    dst.load_state_dict(src)
-    for one in dst.parameters():
-        one.data = one.data.roll(1)
+    for name, one in dst.named_parameters():
+        one.data.copy_(src[name].roll(1))
 
 
 def _leaves_what_is_frozen(src, dst):
@@ -160,7 +159,8 @@ def made_by_a_function(folder):
         for name, function in FUNCTIONS.items():
             engine = _engine(stage, "zabc", "z", "abc", 1)
             own = _weights(engine)
-            engine.load_checkpoint(f"{folder}/{stage}", custom_load_fn=function, load_optimizer_states=False)
+            for _ in range(2):  # the second one writes what is there
+                engine.load_checkpoint(f"{folder}/{stage}", custom_load_fn=function, load_optimizer_states=False)
             results[f"{stage} {name}"] = [saved, own, _weights(engine)]
     return results
 
@@ -170,10 +170,9 @@ def test_what_a_function_makes_of_a_frozen_weight_stays(two_ranks_at_length, sta
     results = two_ranks_at_length.of(made_by_a_function)
     saved, _, loaded = results[f"{stage} doubles"]
     assert loaded == {name: [2 * one for one in value] for name, value in saved.items()}
-    saved, _, loaded = results[f"{stage} rolls"]
-    assert {name: value[1:] + value[:1] for name, value in loaded.items() if "weight" in name} == {
-        name: value for name, value in saved.items() if "weight" in name
-    }
+    saved, own, loaded = results[f"{stage} rolls"]
+    rolled = {name: value[-1:] + value[:-1] for name, value in saved.items()}
+    assert loaded == {name: (own if name.endswith("kept") else rolled)[name] for name in saved}
 
 
 @pytest.mark.parametrize("stage", STAGES[:3])

@@ -113,6 +113,8 @@ OTHERS = {
         *("arange", "round", "scatter_", "sign"),
         *("ChainedScheduler", "_schedulers"),
         "item",
+        *("_schema", "alias_info", "arguments", "is_write", "untyped_storage"),  # of a function of torch's
+        "places",  # of our own _Writes
     ),
     # Of a pipeline's module: guards name the last two.
     *("ckpt_layer_path", "ckpt_layer_path_list", "get_tied_weights_and_groups"),

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from deepspeed.moe.utils import is_moe_param
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_parity.engine.internals.model_names import in_names_of, name_of_state
 from ds_parity.engine.internals.replaced import wrapped
@@ -65,23 +66,51 @@ def without_copies(engine: Engine, *, strict: bool, custom: bool) -> Iterator[No
 
 
 def _sparing(function: Callable[..., Any], parameters: Iterable[Parameter], until: ExitStack) -> Callable[..., None]:
-    """Return a function behind which no copy is asked for of the frozen weights that it has changed."""
+    """Return a function behind which no copy is asked for of the frozen weights that it has written."""
     frozen = [one for one in parameters if not one.requires_grad and one.is_floating_point()]
 
     def loading(src: Any, dst: Any) -> None:
         before = [_seen(one) for one in frozen]
-        function(src=src, dst=dst)
-        changed = [one for one, seen in zip(frozen, before, strict=True) if _seen(one) != seen]
-        until.enter_context(set_to(True, changed))
+        memory = [one.untyped_storage().data_ptr() for one in frozen]
+        with _Writes() as writes:
+            function(src=src, dst=dst)
+        written = [
+            one
+            for one, seen, place in zip(frozen, before, memory, strict=True)
+            if place in writes.places or _seen(one) != seen
+        ]
+        until.enter_context(set_to(True, written))
 
     return loading
 
 
-def _seen(parameter: Parameter) -> tuple[int, int, str, str]:
-    """Return what tells whether a weight was written, in the memory of a single one."""
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whose memory is written, by `data` and without a gradient, too, which torch's count of writes leaves out.
+
+    Attributes:
+        places: where the memory of each tensor that was written begins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let torch do what it is asked to."""
+        given = dict(kwargs or {})
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[number] if number < len(args) else given.get(argument.name)
+                for one in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(one, torch.Tensor):
+                        self.places.add(one.untyped_storage().data_ptr())
+        return func(*args, **given)
+
+
+def _seen(parameter: Parameter) -> tuple[int, str, str]:
+    """Return what tells of a write past torch, as by numpy, or of other memory, in the memory of a single weight."""
     values = parameter.detach().float()
-    norm = torch.linalg.vector_norm(values)
-    return parameter._version, parameter.data_ptr(), repr(values.sum().item()), repr(norm.item())
+    return parameter.data_ptr(), repr(values.sum().item()), repr(torch.linalg.vector_norm(values).item())
 
 
 def _needs_none(parameter: Parameter, name: str, values: Mapping[str, Any], *, absent: bool) -> bool:

@@ -263,9 +263,9 @@ def _place_of(scheduler: Any) -> tuple[float, ...] | None:
         if isinstance(own, BY_ITERATION):
             return (float(own.last_batch_iteration),)
         rates = [float(one) for one in getattr(own, "_last_lr", ())]
-    except (TypeError, ValueError):  # a name that a scheduler of one's own uses for something else
+        position = getattr(own, "last_epoch", 0)
+    except Exception:  # a name that a scheduler of one's own uses for something else
         return None
-    position = getattr(own, "last_epoch", 0)
     return (float(position), *rates) if rates and isinstance(position, int | float) else None
 
 
