@@ -222,11 +222,14 @@ def _refuse_experts(model: torch.nn.Module) -> None:
 
 
 def _refuse_experts_in_parts(model: torch.nn.Module, wanted: Wanted, stage: int, trained: Container[int]) -> None:
-    # zero/stage_1_and_2.py, _configure_moe_settings (0.19.8): AssertionErrors.
+    # zero/stage_1_and_2.py, _configure_moe_settings (0.19.8): AssertionErrors, but for experts on different ranks that
+    # stage 1 reduces over all of them (tools/deepspeed_faults/experts_not_contiguous.py).
     if not (layers := _layers_of_experts(model)):
         return
     which = f"zero_optimization.stage = {stage}, and {layers[0]} is DeepSpeed's own MoE layer"
-    keys = ["reduce_scatter", "contiguous_gradients"][:stage]
+    different = any(one.ep_size > 1 for one in model.modules() if isinstance(one, MoE))
+    contiguous = (stage > 1 or different) and not wanted.offloads  # which puts it on
+    keys = ["reduce_scatter", *(["contiguous_gradients"] if contiguous else [])]
     off = [path for key in keys if wanted.off(path := f"zero_optimization.{key}")]
     if off:
         raise ConfigError(

@@ -234,15 +234,15 @@ def test_other_optimizers_are_taken(given):
     refuse_optimizer(given, {"optimizer": {"type": "OneBitAdam"}})
 
 
-def experts(*, trained):
+def experts(*, trained, ep_size=1):
     """A layer before another one."""
-    layer = MoE(2, torch.nn.Linear(2, 2), num_experts=2, ep_size=1)
+    layer = MoE(2, torch.nn.Linear(2, 2), num_experts=2, ep_size=ep_size)
     layer.deepspeed_moe.experts.requires_grad_(trained)
     return torch.nn.Sequential(torch.nn.Linear(2, 2), layer)
 
 
-def with_experts(stage, *, trained=True, chosen=(), **section):
-    model = experts(trained=trained)
+def with_experts(stage, *, trained=True, chosen=(), ep_size=1, **section):
+    model = experts(trained=trained, ep_size=ep_size)
     wanted = [one for name, one in model.named_parameters() if name.startswith(tuple(chosen))]
     refuse_unfit(model, {"zero_optimization": {"stage": stage, **section}}, chosen=wanted if chosen else ())
 
@@ -274,3 +274,12 @@ def test_experts_whose_gradients_are_reduced_another_way_are_refused(stage, key)
 )
 def test_other_experts_are_taken(given):
     with_experts(**given)
+
+
+def test_experts_on_different_ranks_whose_gradients_all_ranks_would_add_up_are_refused():
+    with pytest.raises(ConfigError, match=r"stage = 1, and 1 is .*: zero_optimization\.contiguous_gradients is off"):
+        with_experts(1, ep_size=2, contiguous_gradients=False)
+    with_experts(1, ep_size=2)
+    for stage in (1, 2):
+        offloaded = {"contiguous_gradients": False, "offload_optimizer": {"device": "cpu"}}
+        with_experts(stage, ep_size=2, **offloaded)

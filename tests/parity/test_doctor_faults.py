@@ -167,6 +167,8 @@ def config_of(script, place):
         config |= {"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 1.0}
     if "nvme" in place:
         zero["offload_optimizer"] = {"device": "nvme"}
+    if "without contiguous_gradients" in place:
+        zero["contiguous_gradients"] = False
     if script == "masters_of_before":
         zero["load_from_fp32_weights"] = False
     if script == "universal_in_turns":

@@ -478,6 +478,13 @@ FAULTS: tuple[DeepSpeedFault, ...] = (
         "the model has DeepSpeed's MoE layer with ep_size above 1, and weights of its experts are frozen",
     ),
     DeepSpeedFault(
+        "experts_not_contiguous",
+        "experts on different ranks are trained by the gradients of all of them",
+        "leave contiguous_gradients out, or use ZeRO 0",
+        lambda c: c.stage == 1 and c.raw("zero_optimization.contiguous_gradients") is False,
+        "the model has DeepSpeed's MoE layer with ep_size above 1",
+    ),
+    DeepSpeedFault(
         "frozen_by_function",
         "what a custom_load_fn makes of a frozen weight is replaced by what was saved",
         "write such weights behind load_checkpoint()",
