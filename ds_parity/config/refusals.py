@@ -225,7 +225,8 @@ def _step(reader: _Reader, stage: int | None) -> Iterator[Fault]:
             "correct it, so that momentum mixes gradients of different scales"
         )
         yield Fault("optimizer.type", reader.raw("optimizer.type"), rule, "use AdamW")
-    rate = reader.raw("optimizer.params.lr")
+    given = reader.raw("optimizer.params")  # what has no keys is refused where it is handed on
+    rate = given.get("lr") if isinstance(given, Mapping) else None
     if isinstance(rate, int | float) and rate < 0:
         rule = "a step would go up the gradient, which DeepSpeed's own optimizers take without a word"
         yield Fault("optimizer.params.lr", rate, rule, "give a rate of 0 or more")
