@@ -35,14 +35,7 @@ from ds_parity.engine.internals.identity import identities
 from ds_parity.engine.internals.literal_paths import literal_paths
 from ds_parity.engine.internals.model_parts import divided_by_mpu, number_of_parts
 from ds_parity.engine.internals.older_checkpoints import forget_sparse_names
-from ds_parity.engine.internals.rates_behind_loads import (
-    follow_the_schedule,
-    kind_of_schedule,
-    moved_by_the_schedule,
-    state_in_checkpoint,
-    state_of_schedule,
-    warn_of_another_schedule,
-)
+from ds_parity.engine.internals.rates_behind_loads import moved_by_the_schedule
 from ds_parity.engine.internals.sequence_checkpoints import whole_on_each_rank
 from ds_parity.engine.internals.swapped import refuse_swapped
 from ds_parity.engine.internals.tied_since import refuse_parted, refusing_to_tie
@@ -53,6 +46,7 @@ from ds_parity.engine.internals.unstepped import (
     refuse_to_leave_out,
     saved_as_frozen,
 )
+from ds_parity.engine.kept_schedules import go_on_with_schedule, kept_of_schedule
 from ds_parity.engine.kept_states import (
     NAMES_OF_STATES,
     kept,
@@ -64,7 +58,7 @@ from ds_parity.engine.kept_states import (
 from ds_parity.engine.members import MEMBERS, members, refuse_other_members
 from ds_parity.engine.ranks.agreement import naming_lost_ranks
 from ds_parity.engine.ranks.wire import RESUMES
-from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, SCHEDULER, SCHEDULER_STATE, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, Saving, agreed, write
 from ds_parity.engine.unloadable import explained
 from ds_parity.errors import CheckpointError
 
@@ -154,12 +148,8 @@ def _go_on(
         if not named:
             driver.adapter.show_stepped_weights()
     resume(driver, state, scheduler=scheduler, optimizer=optimizer)
-    there = ours.get(SCHEDULE) or (moved_by_the_schedule(driver.engine) if optimizer else None)
-    follow_the_schedule(driver.engine, rates, ours.get(SCHEDULE), scheduler=scheduler, optimizer=optimizer)
-    if scheduler:
-        warn_of_another_schedule(driver.engine, ours.get(SCHEDULER))
-    else:
-        driver.boundary.await_a_loop(ours.get(SCHEDULER_STATE) or state_in_checkpoint(state), there)
+    awaits = driver.boundary.await_a_loop
+    go_on_with_schedule(driver.engine, rates, ours, state, awaits, scheduler=scheduler, optimizer=optimizer)
     driver.boundary.has_loaded()
 
 
@@ -255,8 +245,7 @@ def with_window(driver: Driver, client_state: Any, saving: Saving) -> dict[str, 
         ours = {**settings, "groups": _groups(driver), **kept(driver.engine, driver.adapter.groups())}
         ours[_NAMES_IN_GROUPS] = [sorted(group) for group in driver.engine.optimizer.param_groups]
         ours[MEMBERS] = members(driver.engine, driver.adapter.groups_of_optimizer())
-        ours |= {SCHEDULE: moved_by_the_schedule(driver.engine), SCHEDULER: kind_of_schedule(driver.engine)}
-        ours[SCHEDULER_STATE] = state_of_schedule(driver.boundary.scheduler())
+        ours |= kept_of_schedule(driver.engine, driver.boundary.scheduler())
         if (scaler := driver.adapter.grad_scaler()) is not None:
             ours[_GRAD_SCALER] = scaler.state_dict()
     except Exception as error:

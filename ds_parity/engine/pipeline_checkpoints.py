@@ -28,17 +28,13 @@ from ds_parity.engine.internals.rates_behind_loads import (
     Standing,
     await_a_loop,
     follow_a_loop,
-    follow_the_schedule,
-    kind_of_schedule,
     moved_by_the_schedule,
-    state_in_checkpoint,
-    state_of_schedule,
-    warn_of_another_schedule,
 )
 from ds_parity.engine.internals.stages import as_it_was_saved, layer_without_a_file
+from ds_parity.engine.kept_schedules import go_on_with_schedule, kept_of_schedule
 from ds_parity.engine.members import MEMBERS, members, of_all_stages, refuse_other_names, refuse_other_pipeline
 from ds_parity.engine.ranks.agreement import in_short
-from ds_parity.engine.saving import IDENTITY, KEY, SCHEDULE, SCHEDULER, SCHEDULER_STATE, Gather, Saving, agreed, write
+from ds_parity.engine.saving import IDENTITY, KEY, Gather, Saving, agreed, write
 from ds_parity.engine.unloadable import explained, folder_of, tag_of
 from ds_parity.errors import CheckpointError, RankDesyncError
 
@@ -74,8 +70,7 @@ def with_states(engine: Any, client_state: Any) -> dict[str, Any]:
     own = own_values(engine, client_state, ours)
     ours[MEMBERS] = members(engine, adapter.groups_of_optimizer(), as_named=True)
     ours |= {universal_stages.TIED: universal_stages.places(engine.module), _SETTINGS: _settings(engine)}
-    ours |= {SCHEDULE: moved_by_the_schedule(engine), SCHEDULER: kind_of_schedule(engine)}
-    ours[SCHEDULER_STATE] = state_of_schedule(engine.lr_scheduler)
+    ours |= kept_of_schedule(engine, engine.lr_scheduler)
     return {**own, KEY: ours}
 
 
@@ -261,6 +256,19 @@ def load(
     return path, state
 
 
+def _go_on_with_schedule(
+    engine: Any, rates: Any, state: Mapping[str, Any], options: Mapping[str, Any], standing: Standing
+) -> None:
+    own = engine.lr_scheduler
+
+    def awaits(saved: Any, there: Any) -> None:
+        known = standing.tells_its_rates(own)
+        await_a_loop(engine, own, standing.has_left(own), saved, there, tells_its_rates=known)
+
+    scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
+    go_on_with_schedule(engine, rates, state.get(KEY, {}), state, awaits, scheduler=scheduler, optimizer=optimizer)
+
+
 def _loaded(
     engine: Any, load_dir: str, tag: Any, options: Mapping[str, Any], standing: Standing
 ) -> tuple[Any, Any, Exception | None]:
@@ -283,17 +291,7 @@ def _loaded(
                 strict = options["load_module_strict"]
                 universal_stages.load_layers(engine.module, Path(path).parent, stepped, strict=strict)
         if path is not None and not options["load_module_only"]:
-            scheduler, optimizer = options["load_lr_scheduler_states"], options["load_optimizer_states"]
-            ours = (state or {}).get(KEY, {})
-            there = ours.get(SCHEDULE) or (moved_by_the_schedule(engine) if optimizer else None)
-            follow_the_schedule(engine, rates, ours.get(SCHEDULE), scheduler=scheduler, optimizer=optimizer)
-            if scheduler:
-                warn_of_another_schedule(engine, ours.get(SCHEDULER))
-            else:
-                saved = ours.get(SCHEDULER_STATE) or state_in_checkpoint(state or {})
-                own = engine.lr_scheduler
-                known = standing.tells_its_rates(own)
-                await_a_loop(engine, own, standing.has_left(own), saved, there, tells_its_rates=known)
+            _go_on_with_schedule(engine, rates, state or {}, options, standing)
         if path is not None:
             kept_states.refuse_universal_in_turns(engine, load_dir, (state or {}).get(KEY, {}))
         if path is not None and options["load_optimizer_states"] and not options["load_module_only"]:

@@ -24,12 +24,6 @@ _LOG: Final = logging.getLogger("ds_parity")
 Gather = Callable[[Any], list[Any]]
 KEY: Final = "ds_parity"
 """Under this name of the client state: that of the windows."""
-SCHEDULE: Final = "schedule"
-"""Under this name of our state: what schedulers keep in the groups of the optimizer, such as the rate of each."""
-SCHEDULER: Final = "scheduler"
-"""Under this name of our state: the class of the scheduler, by its name."""
-SCHEDULER_STATE: Final = "scheduler_state"
-"""Under this name of our state: what can be compared of the scheduler's own."""
 IDENTITY: Final = "identity"
 """Under this name of the window's state: what tells one save from all others."""
 
