@@ -35,10 +35,7 @@ def _clipped_by_deepspeed(engine: Engine, parameters: list[torch.Tensor]) -> tor
         normed: torch.Tensor = clip_grad_norm_(parameters=parameters, max_norm=most, mpu=engine.mpu)
         return normed
     norm: torch.Tensor = clip_grad_norm_(parameters=parameters, max_norm=math.inf, mpu=engine.mpu)
-    coefficient = (most / (norm + 1e-6)).clamp(max=1.0)
-    for one in parameters:
-        if one.grad is not None:
-            one.grad.data.mul_(coefficient)
+    torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
     return norm
 
 
