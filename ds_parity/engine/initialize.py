@@ -221,7 +221,7 @@ def honoured(
         refuse_local_rank(keywords.get("args"))
         refuse_group(extended)
         if optimizer is None:
-            _refuse_stage_without_optimizer(extended)
+            _refuse_without_optimizer(extended)
         else:
             refuse_without_assertions()
             keywords = {**keywords, "model_parameters": held(keywords.get("model_parameters"))}
@@ -308,7 +308,7 @@ def _refuse_by_release(config: Mapping[str, Any]) -> None:
     refuse([*by_table, *unread.refused(config)])
 
 
-def _refuse_stage_without_optimizer(extended: Mapping[str, Any]) -> None:
+def _refuse_without_optimizer(extended: Mapping[str, Any]) -> None:
     stage, section = Wanted(extended).stage, extended.get("optimizer")
     if isinstance(section, Mapping) and section.get("params"):
         raise ConfigError(

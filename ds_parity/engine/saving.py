@@ -148,7 +148,10 @@ def write(adapter: Adapter, saving: Saving, state: Mapping[str, Any], gather: Ga
     with marked(adapter.engine, identity, earlier.remove) as names, going_on(adapter.engine) as errors:
         saved = adapter.engine.save_checkpoint(saving.save_dir, saving.tag, state, by_deepspeed, saving.without_frozen)
     everywhere = gather((_said(errors), changed_at(saving.folder, sorted(names))))
-    earlier.remove() if any(there for _, there in everywhere) else earlier.put_back()
+    if any(there for _, there in everywhere):
+        earlier.remove()
+    else:
+        earlier.put_back()
     _refuse_a_part(saving, "its files", errors, [said for said, _ in everywhere])
     _remove_left_over(saving, {name: changed for _, there in everywhere for name, changed in there.items()})
     if saving.names_latest and not by_deepspeed:

@@ -20,6 +20,12 @@ class Bf16(Adapter):
         optimizer: Bf16Optimizer = self.engine.optimizer
         return optimizer
 
+    def _keep_copies(self) -> None:
+        """Keep the model's weights, those in fp32 and the optimizer's states together, in steps and in loads."""
+        self._keep_in_place()
+        self._load_masters()
+        keep_states_linked(self._optimizer, self.engine.basic_optimizer, self._optimizer.fp32_groups_flat_partition)
+
     def _keep_in_place(self) -> None:
         """Give parameters their places in the flat buffers again: in each step, and before masters are made of them.
 
@@ -92,10 +98,8 @@ class Bf16(Adapter):
         then, because `end_backward` has cleared them.
         """
         super().prepare()
-        self._keep_in_place()
-        self._load_masters()
+        self._keep_copies()
         optimizer = self._optimizer
-        keep_states_linked(optimizer, self.engine.basic_optimizer, optimizer.fp32_groups_flat_partition)
         optimizer.backward_prologue = _nothing
         if optimizer.immediate_grad_update:
             accumulate = optimizer.accumulate_hp_grads_and_remove_lp
@@ -111,9 +115,7 @@ class Bf16(Adapter):
 
     def prepare_pipeline(self) -> None:
         """Let the columns of a pipeline clip by one norm, whatever each has used."""
-        self._keep_in_place()
-        self._load_masters()
-        keep_states_linked(self._optimizer, self.engine.basic_optimizer, self._optimizer.fp32_groups_flat_partition)
+        self._keep_copies()
         given = self._optimizer.get_grads_for_norm
 
         def get_grads_for_norm(*args: Any, **kwargs: Any) -> Any:

@@ -71,14 +71,10 @@ def _sparing(function: Callable[..., Any], parameters: Iterable[Parameter], unti
 
     def loading(src: Any, dst: Any) -> None:
         before = [_seen(one) for one in frozen]
-        memory = [one.untyped_storage().data_ptr() for one in frozen]
         with _Writes() as writes:
             function(src=src, dst=dst)
-        written = [
-            one
-            for one, seen, place in zip(frozen, before, memory, strict=True)
-            if place in writes.places or _seen(one) != seen
-        ]
+        pairs = zip(frozen, before, strict=True)
+        written = [one for one, seen in pairs if seen[0] in writes.places or _seen(one) != seen]
         until.enter_context(set_to(True, written))
 
     return loading
@@ -107,10 +103,11 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **given)
 
 
-def _seen(parameter: Parameter) -> tuple[int, str, str]:
-    """Return what tells of a write past torch, as by numpy, or of other memory, in the memory of a single weight."""
-    values = parameter.detach().float()
-    return parameter.data_ptr(), repr(values.sum().item()), repr(torch.linalg.vector_norm(values).item())
+def _seen(parameter: Parameter) -> tuple[int, int, str, str]:
+    """Return where the memory of a weight begins, as `_Writes` tells it, and what tells of a write past torch."""
+    values = parameter.detach().float()  # one weight at a time: all of them may not fit twice
+    total, norm = (repr(one.item()) for one in (values.sum(), torch.linalg.vector_norm(values)))
+    return parameter.untyped_storage().data_ptr(), parameter.data_ptr(), total, norm
 
 
 def _needs_none(parameter: Parameter, name: str, values: Mapping[str, Any], *, absent: bool) -> bool:
