@@ -17,6 +17,7 @@ from ds_parity.losses import DirectPreference, PolicyGradient
 from ds_parity.parity.data.model import build_tiny
 from ds_parity.parity.data.rollouts import line_turns, load_rollouts, shorten
 from ds_parity.planning import MicroBatch, PreferencePair, Rollout, plan
+from tests.defaults import default_dtype
 
 SHORT = Rollout("a", (9, 1, 8), prompt_length=2, reward=1.0, advantage=0.5)
 LONG = Rollout("b", (9, 2, 3, 4, 8), prompt_length=2, reward=0.0, advantage=-1.0)
@@ -148,12 +149,8 @@ class TestEither:
             plan([SHORT, wrong], dp_world_size=1, target=1, max_tokens=9, layout=layout)
 
     def test_masks_are_fp32_whatever_the_default_type(self, layout):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
+        with default_dtype(torch.bfloat16):
             batch, pair = (collate([one], layout=layout) for one in (LONG, PreferencePair(LONG, SHORT, -3.3)))
-        finally:
-            torch.set_default_dtype(before)
         kinds = {batch.inputs[name].dtype for name in ("loss_mask", "advantages")}
         assert kinds | {pair.inputs["reference_logps"].dtype} == {torch.float32}
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ds_parity
+from tests.defaults import default_dtype
 from tests.distributed.cells import STAGES
 from tests.distributed.engines import from_all
 from tests.distributed.sets import on_two_ranks
@@ -29,15 +30,12 @@ def clipped(folder):
                 "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
                 "zero_allow_untested_optimizer": True,
             }
-            torch.set_default_dtype(default)
-            try:
+            with default_dtype(default):
                 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
                 engine, *_ = ds_parity.initialize(model=model, optimizer=optimizer, config=section)
                 x = torch.ones(1, 3, dtype=torch.float32, device=engine.device)
                 engine.backward(engine(x).sum(), rollouts=1)
                 engine.step()
-            finally:
-                torch.set_default_dtype(torch.float32)
             step = engine.module.weight.detach().cpu() - before
             found[f"{stage} {name}"] = from_all([step.dtype == torch.float32, step.norm().item()])
     return found

@@ -5,6 +5,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from ds_parity.engine.internals import base
+from tests.defaults import default_dtype
 
 META = torch.device("meta")
 
@@ -47,10 +48,6 @@ def test_it_lies_where_torch_keeps_it(group, device):
     ],
 )
 def test_its_type_is_torchs_and_not_the_default(default, fused, dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
+    with default_dtype(default):
         step = base._step_of_torch(300, torch.device("cpu"), [{"fused": fused}])
-    finally:
-        torch.set_default_dtype(before)
     assert (step.dtype, float(step + 1)) == (dtype, 301.0)

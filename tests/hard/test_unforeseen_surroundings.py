@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import ds_parity
 from ds_parity.parity.running.half_precision import fp16_allowed
+from tests.defaults import default_dtype
 from tests.hard.unforeseen.cells import STAGES, Cell, Found, Watched, config, distance, engine_of, weights_of
 from tests.hard.unforeseen.oracle import RATE, Net, sample
 from tests.hard.unforeseen.scenarios import Scenarios
@@ -57,16 +58,6 @@ def something_watches(case):
     Path(case.folder).mkdir(parents=True, exist_ok=True)
     make = called if mode == "caller" else Watched
     return both_modes(make(case.cell, **WATCHING[name](case.folder)), mode == "caller")
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

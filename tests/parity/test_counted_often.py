@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_parity.parity.comparison.bounds import Tier
-from ds_parity.parity.comparison.compare import compare
-from ds_parity.parity.diagnosis import diagnose, grouped
-from tests.parity.test_window_faults import ALIKE, STREAMS, cut, named, stream, trace
+from tests.parity.test_window_faults import ALIKE, STREAMS, cut, named, named_between, stream, trace
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -53,8 +50,7 @@ def named_with_tokens(held, own, times, per_rollout):
         )
         for one, count in ((due, lambda it: per_rollout * it), (counted, lambda it: per_rollout * it // times))
     ]
-    groups = grouped(diagnose(*sides, compare(*sides, Tier.REASSOCIATED)).causes)
-    return [{cause.name for cause in group} for group in groups]
+    return named_between(*sides)
 
 
 @pytest.mark.parametrize("times", [2, 3, 8])

@@ -9,6 +9,7 @@ from ds_parity.parity.comparison.compare import compare
 from ds_parity.parity.diagnosis import diagnose, grouped
 from ds_parity.parity.diagnosis.fits import Fit
 from ds_parity.trace import Header, StepRecord, Trace
+from tests.parity.test_window_faults import named_between
 
 TARGET, RANKS = 10, 2
 HEADER = Header(
@@ -67,15 +68,10 @@ def tokens(window):
     return sum(sum(of_rank) for one in window for of_rank in one)
 
 
-def groups(a, b):
-    found = compare(a, b, Tier.REASSOCIATED)
-    return [{cause.name for cause in group} for group in grouped(diagnose(a, b, found).causes)]
-
-
 def named(rule, seed, steps):
     """What is named where the candidate ends windows by another rule than the reference, on the same stream."""
     passes = stream(seed)
-    return groups(trace(cut(passes, "boundary", steps)), trace(cut(passes, rule, steps), seed=2))
+    return named_between(trace(cut(passes, "boundary", steps)), trace(cut(passes, rule, steps), seed=2))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -113,14 +109,14 @@ def test_a_pass_that_is_run_twice_ends_no_window_elsewhere(steps):
     for seed in range(40):
         first, *later = cut(stream(seed), "boundary", steps)
         twice = [*first, random.Random(seed).choice(first)]
-        assert groups(trace([first, *later]), trace([twice, *later], seed=2)) == []
+        assert named_between(trace([first, *later]), trace([twice, *later], seed=2)) == []
 
 
 def test_a_first_window_that_is_a_pass_longer_is_late_where_all_passes_are_alike():
     """Those behind it hold what the reference's do, of which each is a pass further on."""
     one_pass = [[7, 7], [7, 7]]
     windows = [[one_pass] * 3 for _ in range(6)]
-    (group,) = groups(trace(windows), trace([[one_pass] * 4, *windows[1:]], seed=2))
+    (group,) = named_between(trace(windows), trace([[one_pass] * 4, *windows[1:]], seed=2))
     assert "boundary-a-pass-late" in group
 
 
@@ -128,7 +124,7 @@ def test_windows_of_one_pass_on_both_sides_are_no_fault_of_the_candidate():
     passes = stream(1)
     apart = [[it] for it in passes[:8]]
     other = [[it] for it in stream(2)[:8]]
-    assert not any("step-per-pass" in group for group in groups(trace(apart), trace(other, seed=2)))
+    assert not any("step-per-pass" in group for group in named_between(trace(apart), trace(other, seed=2)))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -136,7 +132,7 @@ def test_a_step_per_pass_that_has_other_rollouts_than_the_reference_is_none_of_i
     """Up to the same pass, it has more of them."""
     due, own = cut(stream(seed), "boundary", 4), cut(stream(seed), "step-per-pass", 14)
     more = [replace_all(it) for it in own]
-    assert not any("step-per-pass" in group for group in groups(trace(due), trace(more, seed=2)))
+    assert not any("step-per-pass" in group for group in named_between(trace(due), trace(more, seed=2)))
 
 
 def replace_all(window):
@@ -161,8 +157,8 @@ def test_tokens_that_are_others_after_as_many_rollouts_leave_the_data_open():
     due, same = trace(cut(stream(1), "boundary", 6)), trace(cut(stream(1), "step-per-pass", 6), seed=2)
     first = same.steps[0].model_copy(update={"tokens": (same.steps[0].tokens or 0) + 5})
     other = Trace(same.header, (first, *same.steps[1:]))
-    assert [("data-or-seed" in group) for group in groups(due, same)] == [False]
-    assert [("data-or-seed" in group) for group in groups(due, other)] == [True]
+    assert [("data-or-seed" in group) for group in named_between(due, same)] == [False]
+    assert [("data-or-seed" in group) for group in named_between(due, other)] == [True]
 
 
 @pytest.mark.parametrize("seed", range(8))

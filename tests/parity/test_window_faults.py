@@ -214,7 +214,10 @@ def trace(windows, seed, ranks, passes=True, idle=None):
 
 
 def named(due, own, *, ranks=2, passes=True, idle=None):
-    a, b = trace(due, 1, ranks, passes, idle), trace(own, 2, ranks, passes, idle)
+    return named_between(trace(due, 1, ranks, passes, idle), trace(own, 2, ranks, passes, idle))
+
+
+def named_between(a, b):
     found = compare(a, b, Tier.REASSOCIATED)
     return [{cause.name for cause in group} for group in grouped(diagnose(a, b, found).causes)]
 
